@@ -11,7 +11,8 @@ take the first: its wait ended because of calls that other ranks made before the
 where their records end, so all of those calls are on the board, and the wait is not one that cannot
 end. The rule needs that nobody else can help a rank: a body with Python threads of its own, a function
 of the body's that a future may run by now, or a rank that does not wait in what is recorded, keeps the
-verdict away, and the time limit decides. This project's own threads (helper_threads) never help: they
+verdict away, and the time limit decides; so do child processes of a rank where one waits for a key
+of a store. This project's own threads (helper_threads) never help: they
 communicate for the rank's thread while that one sleeps, or not at all.
 
 A wait that *surely* cannot end (see calls) counts at once. One that would not end on `sim`, and
@@ -372,6 +373,9 @@ class Board:
             sure &= not any(call.may_end for call in calls)  # of several, one that raises ends all
             elements += sum(call.description.elements for call in calls)
             waits.append(self._wait(state, blocked))
+        keys = any(isinstance(call, KeyWait) for state in pending for call in state.current())
+        if keys and any(state.had_children for state in self._ranks):
+            return None
         quiet = self._quiet("deadlock", now)
         if quiet < (0.0 if sure else self._patience + elements / _SLOWEST):
             return None

@@ -52,6 +52,7 @@ class RankState:
         place: where it waits.
         block: the block of ``smp.raises`` that it is in.
         accompanied: whether other threads of the body may go on meanwhile.
+        had_children: whether it has had child processes, which may set keys of a store.
         unsure: whether other threads have communicated, or have outlived the body.
         ended: whether its body is over.
     """
@@ -72,6 +73,7 @@ class RankState:
         self.exception = ""
         self.block: RaisesBlock | None = None
         self.unsure = self.accompanied = self.ended = self.raised = False
+        self.had_children = False
         self.calls: dict[int, Issued] = {}  # those that a record may still name
         self._groups: dict[int, tuple[GroupKey, str]] = {}
         self._places: dict[int, Place] = {}
@@ -215,6 +217,9 @@ class RankState:
         self._issue(call, thread, [*to] or [source])
         self._wait([number], place, thread)
 
+    def _have_children(self) -> None:
+        self.had_children = True
+
     def _set_keys(self, keys: list[Any]) -> None:
         self._calls_of_all.keys_set(_texts(keys))
 
@@ -341,6 +346,7 @@ _READ: dict[str, Callable[..., None]] = {
     records.HANDLES: RankState._handle,
     records.INSIDE: RankState._enter_block,
     records.FUTURE: RankState._future,
+    records.CHILDREN: RankState._have_children,
     records.SETS_KEYS: RankState._set_keys,
     records.WAITS_FOR_KEYS: RankState._wait_for_keys,
 }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_smp.ranks.board import records
+from pytest_smp.ranks.board.child_processes import ChildProcesses
 from pytest_smp.ranks.board.records import ACCOMPANIED, FRAMES, MAIN, OTHER, encode
 from pytest_smp.ranks.protocols import RaisesBlock
 from smp_core.errors import CollectiveMismatchError
@@ -91,6 +92,7 @@ class BoardRecorder:
         self._write, self._on, self._pid = write, False, 0
         self._words = b""  # records that must precede the next one, written with it
         self._exception = ""  # that the main thread handles, as it was last told
+        self._children: ChildProcesses | None = None  # None once they have been told of
         self._lock = threading.Lock()
         self.inside = _Depth()
         self._main = self._threads = self._number = 0
@@ -120,6 +122,7 @@ class BoardRecorder:
         self._members.clear()
         self._main, self._threads = _thread.get_ident(), helper_threads.count_other_threads()
         self._number, self._on, self._pid = 0, True, os.getpid()
+        self._children = ChildProcesses()
         self.run += 1
         self._words, self._exception = encode(records.BEGIN, run), ""
 
@@ -339,6 +342,9 @@ class BoardRecorder:
     def _thread(self) -> int:
         if self._other_thread():
             return OTHER
+        if self._children is not None and self._children.any_since():
+            self._children = None
+            self._words += encode(records.CHILDREN)
         return ACCOMPANIED if helper_threads.count_other_threads() > self._threads else MAIN
 
     def _group(

@@ -32,6 +32,7 @@ DONE = "f"  # numbers: the rank has learnt that they are over
 INSIDE = "n"  # place, count, ranks: a block of smp.raises, or an empty place outside of any
 FAILED = "!"  # numbers: waiting for them has raised
 HANDLES = "h"  # exception: the main thread handles it from now on, or none
+CHILDREN = "q"  # the rank has had child processes in this run
 SETS_KEYS = "z"  # keys: the rank is about to set these keys of a store
 WAITS_FOR_KEYS = "y"  # number, keys, place, thread: until they are set in the world's store
 FUTURE = "u"  # numbers, callback: the body has their future, and maybe a function that runs then
@@ -60,6 +61,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
     INSIDE: (str, int, list),
     FAILED: (list,),
     HANDLES: (str,),
+    CHILDREN: (),
     SETS_KEYS: (list,),
     WAITS_FOR_KEYS: (int, list, int, int),
     FUTURE: (list, bool),

@@ -1,7 +1,8 @@
 """Waits for keys of the world's store, and the keys that ranks set.
 
 A wait can be told from the records because every key that a rank sets is recorded before it is set, in whichever
-store: "a/b" and "b" may be one key, behind the prefix "a". A wait counts if its
+store: "a/b" and "b" may be one key, behind the prefix "a". Child processes of ranks record nothing: they keep the
+verdict away (child_processes). A wait counts if its
 keys are not there yet, if the store is the world's own, which no other process knows, and if the caller has not
 shortened torch's time limit, so that no error is expected of it.
 """

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_smp.ranks.board.child_processes import has_children
 from pytest_smp.ranks.processes.stacks import STACKS
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -145,7 +146,7 @@ class Belongings:
         if threading.active_count() != len(self._threads):
             for thread in set(threading.enumerate()) - self._threads:
                 left.append(f"thread {thread.name!r} still runs")
-        if _has_children():
+        if has_children():
             left += [f"process {child} still runs" for child in children()]
         if descriptors and not self._as_before():
             try:
@@ -212,15 +213,6 @@ def _target(descriptor: str) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return "closed again"
-
-
-def _has_children() -> bool:
-    """Return whether this process has any child, ended ones that nobody waited for included."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def children() -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -226,6 +228,33 @@ def test_valid_bodies_get_no_verdict(body: Body, size: int, calls: int | None) -
         assert made == calls if calls is not None else made > 0 or b'["s"' in data
         assert b'["x"' not in data or body is refused
     assert seen.board.settled() or body in (ddp,)
+
+
+def set_by_a_child(rank: int) -> None:
+    """The child of one rank sets a key while all ranks wait."""
+    child = 0 if rank else os.fork()
+    if rank == child == 0:
+        signal.alarm(60)  # where the rank is killed
+        try:
+            _store().wait(["rank 0", "rank 1", "rank 2"])
+            with pytest.raises(RuntimeError):  # meanwhile the board looks
+                _store().wait(["nobody's"], timedelta(seconds=0.3))
+            _store().set("the child's", "1")
+        finally:
+            os._exit(0)
+    _store().set(f"rank {rank}", "1")
+    if rank:
+        _store().get("the child's")
+    dist.barrier()
+    if child:
+        os.waitpid(child, 0)
+
+
+def test_a_child_process_may_set_a_key() -> None:
+    seen = run(set_by_a_child, 3, patience=0.0)
+    assert seen.finding is None, seen.finding.error
+    assert not seen.errors
+    assert not seen.timed_out
 
 
 def test_messages_by_keyword() -> None:
