@@ -227,6 +227,7 @@ class TorchWorld:
         self.default = self._state.default_pg
         self._backend, self._store = self._state.pg_map[self.default]
         self._count = self._state.group_count
+        self._state.joined = False  # a fabric has made the groups, no body
 
     @property
     def whole(self) -> bool:

@@ -122,6 +122,23 @@ def check_the_default_group_destroyed_by_a_body(world: Any) -> None:
     works(world.fabric, me, size)
 
 
+def check_a_body_joins_the_ranks_that_are_there(world: Any) -> None:
+    me, size = world.rank, world.size
+    world.fabric.leave()
+    world.fabric.close()
+    fabric = world.fabric = world.form(size)
+    for _ in range(2):  # the first run makes the groups
+        fabric.enter()
+        dist.init_process_group("gloo")
+        works(fabric, me, size)
+        with pytest.raises(ValueError, match="twice"):
+            dist.init_process_group("gloo")
+        dist.destroy_process_group()
+        assert fabric.leave() == []
+    fabric.enter()
+    works(fabric, me, size)
+
+
 def check_what_a_rank_left_in_flight_reaches_the_others(world: Any) -> None:
     """Rank 0 does not wait, and leaves; a long all_reduce takes two rounds."""
     me, size = world.rank, world.size
