@@ -59,14 +59,14 @@ def _open_smddp() -> Executor:
     from pytest_smp.ranks.processes.fork_pool import LocalPool
 
     torch_parts.require("the smddp backend")
-    return ProcessExecutor(LocalPool, _SMDDP, synchronous_sends=True)
+    return ProcessExecutor(LocalPool, _SMDDP, synchronous_sends=True, ordered_receives=True)
 
 
 def _open_mpi() -> Executor:
     from pytest_smp.ranks.mpi.mpiexec import MpiexecPool
     from pytest_smp.ranks.processes.executor import ProcessExecutor
 
-    return ProcessExecutor(MpiexecPool, _MPI, synchronous_sends=True)
+    return ProcessExecutor(MpiexecPool, _MPI, synchronous_sends=True, ordered_receives=True)
 
 
 #: The fabrics that a launcher's ranks can exchange data through, by name.
@@ -90,7 +90,12 @@ def _external(name: str) -> Backend:
         from pytest_smp.ranks.processes.executor import ProcessExecutor
         from pytest_smp.ranks.processes.external import ExternalPool
 
-        return ProcessExecutor(ExternalPool, _LAUNCHED[fabric], synchronous_sends=True)
+        return ProcessExecutor(
+            ExternalPool,
+            _LAUNCHED[fabric],
+            synchronous_sends=True,
+            ordered_receives=fabric == "mpi",
+        )
 
     known = BACKENDS[fabric]
     return dataclasses.replace(

@@ -93,12 +93,19 @@ class Board:
     ``patience``: the seconds without a record after which ranks in calls that some backends end early
     count as blocked. ``synchronous_sends``: the backend ends a send of a tensor only when its receive
     has been posted (Gloo does), so that a send without a receive is blocked at once.
+    ``ordered_receives``: a message goes to the oldest receive that fits, from any source or not.
     """
 
     def __init__(
-        self, size: int, *, patience: float = 1.0, synchronous_sends: bool = False
+        self,
+        size: int,
+        *,
+        patience: float = 1.0,
+        synchronous_sends: bool = False,
+        ordered_receives: bool = False,
     ) -> None:
         self.size, self._patience, self._meets = size, patience, synchronous_sends
+        self._ordered = ordered_receives
         self._ranks = [RankState(rank, self) for rank in range(size)]
         self.reset()
 
@@ -236,7 +243,7 @@ class Board:
         if post.rank not in post.group.ranks:
             raise ValueError("a call on a group by a rank that is no member")
         receiver = post.peer if post.sends else post.rank
-        box = self._boxes.setdefault((post.group, receiver, post.tag), Box())
+        box = self._boxes.setdefault((post.group, receiver, post.tag), Box(self._ordered))
         post.box, post.meets = box, self._meets
         other = box.add(post)
         if other is not None:
@@ -463,6 +470,8 @@ class Board:
         call = next((each for each in calls if each.blocked()), calls[0])
         missing = sorted({rank for each in calls for rank in each.wants()})
         why = f", waiting for {ranks_text(missing)}" if missing else ", which all have joined"
+        if isinstance(call, BoardPost) and call.uncertain():
+            why = ", which may have met another call: there is a receive from any rank"
         if isinstance(call, Stray | KeyWait):
             why = f": {call.why()}" if isinstance(call, Stray) else ""
         place = state.place if state.waits else call.place

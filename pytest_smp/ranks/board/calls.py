@@ -257,6 +257,10 @@ class BoardPost(Issued):
         early = (self.sends and not self.meets) or not self.description.elements
         return [] if early else self.wants()
 
+    def uncertain(self) -> bool:
+        """Return whether the call may be over or not: the backend decides which receive takes which message."""
+        return self.partner is None and not self.wants()
+
     def who(self) -> int | None:
         """The only rank that a receive can have met, or None."""
         return self.source if self.peer is None else self.peer
@@ -322,13 +326,13 @@ class Box:
     """The posts to one receiver with one tag on one group, in order.
 
     Named partners meet in the order of posting. Once the receiver has received from any source, the pairs
-    depend on the backend, so posts are only counted.
+    depend on the backend, so posts are only counted. ``ordered``: a message goes to the oldest receive that fits.
     """
 
-    __slots__ = ("posts", "wild")
+    __slots__ = ("ordered", "posts", "wild")
 
-    def __init__(self) -> None:
-        self.wild = False
+    def __init__(self, ordered: bool = False) -> None:
+        self.ordered, self.wild = ordered, False
         self.posts: list[BoardPost] = []  # those that have met no other
 
     def add(self, post: BoardPost) -> BoardPost | None:
@@ -368,6 +372,8 @@ class Box:
                 each for each in self.posts if not each.sends and each.who() in (None, post.rank)
             ]
             return len(takers) >= len(earlier)
+        if self.ordered:
+            return self._reaches(post)
         sends = [each for each in self.posts if each.sends and post.peer in (None, each.rank)]
         taken = [
             each
@@ -375,6 +381,27 @@ class Box:
             if not each.sends and each.waited and post.peer in (None, each.who())
         ]
         return len(sends) > len(taken)
+
+    def _reaches(self, receive: BoardPost) -> bool:
+        """Return whether a message may be left for a receive by those that were posted before."""
+        sends = collections.Counter(each.rank for each in self.posts if each.sends)
+        earlier = [
+            each
+            for each in self.posts
+            if not each.sends and not each.raised and each.number < receive.number
+        ]
+        takers = collections.Counter(each.who() for each in earlier)
+        anybody = [each.number for each in earlier if each.who() is None]
+        # A named receive behind one from any source may go without, and leave its sender to that one.
+        certain = collections.Counter(
+            each.who() for each in earlier if each.waited or each.number < min(anybody, default=0)
+        )
+        free = {rank: max(0, count - certain[rank]) for rank, count in sends.items()}
+        for rank in sends if receive.peer is None else (receive.peer,):
+            left = sends[rank] - takers[rank]
+            if left > 0 and len(anybody) < left + sum(free.values()) - free[rank]:
+                return True
+        return False
 
     def settle(self) -> None:
         """Start anew once every send has been received and every receive is over."""

@@ -122,7 +122,8 @@ class ProcessExecutor(Executor):
     """Keeps rank processes warm, and runs one job at a time on as many of them as it needs.
 
     ``factory`` makes the fabric on each rank. ``synchronous_sends`` says that its sends of tensors
-    are over only when their receives have come, so that the board knows.
+    are over only when their receives have come, and ``ordered_receives`` that the oldest receive that
+    fits takes a message, so that the board knows.
     """
 
     protocol = PROTOCOL_VERSION
@@ -134,11 +135,15 @@ class ProcessExecutor(Executor):
         factory: Factory,
         *,
         synchronous_sends: bool = False,
+        ordered_receives: bool = False,
     ) -> None:
         self._make_pool, self._factory = pool, factory
         tensors = {Claim.TENSORS} if factory.loses_tensors else set()
         self.injects = {Claim.STRIKES, Claim.PROCESSES} | tensors
-        self._synchronous_sends = synchronous_sends
+        self._matching = {
+            "synchronous_sends": synchronous_sends,
+            "ordered_receives": ordered_receives,
+        }
         self.lost = ""  # why nothing more can run, once that is so
         self._numbers = itertools.count(1)
         self._formings = itertools.count(1)
@@ -221,7 +226,7 @@ class ProcessExecutor(Executor):
             number = next(self._numbers)
             board = None
             if self._check:
-                board = Board(size, synchronous_sends=self._synchronous_sends)
+                board = Board(size, **self._matching)
             run = Run(self, self._pool, ranks, job, number, board)
             try:
                 report = run.report(self._tasks(job, size, number))

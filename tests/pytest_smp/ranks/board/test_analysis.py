@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from pytest_smp.ranks.board.fingerprint import Key, describe
 from pytest_smp.ranks.board.recorder import Description
 from smp_core.errors import BackendError, CollectiveMismatchError, DeadlockError
 from smp_core.transport.helper_threads import HelperThread
-from smp_core.transport.peers import ANY
+from smp_core.transport.peers import ANY, Source
 
 from .streams import (
     ALL_REDUCE,
@@ -644,6 +645,51 @@ def test_a_named_receive_after_receives_from_anybody() -> None:
         ranks[rank].returns() if number == 2 or rank == 2 else None
     ranks[0].returns()
     assert board.leaks(strict=False) == ([], [])
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_message_that_an_earlier_receive_from_anybody_takes(ordered: bool) -> None:
+    """Gloo gives it to the receive that names the sender."""
+    board, ranks = world(3, synchronous_sends=True, ordered_receives=ordered)
+    for sender in (1, 2):
+        ranks[sender].posts("isend", 0)
+    *_, last = (ranks[0].posts("irecv", peer) for peer in (ANY, ANY, 1))
+    ranks[0].waits(last)
+    for sender in (1, 2):
+        ranks[sender].done(1)
+        ranks[sender].returns()
+    if ordered:
+        assert "rank 0 waits in recv from rank 1" in deadlock(at_once(board))
+    else:
+        assert later(board) is None
+        assert "may have met another call: there is a receive from any rank" in board.where(0)
+
+
+def _may_take(receives: Sequence[Source], sent: Sequence[int]) -> set[int]:
+    """The positions of the receives that take a message in some order of arrival, by trying all."""
+    takers = set()
+    for arrival in set(itertools.permutations(sent)):
+        posted = dict(enumerate(receives))
+        for sender in arrival:
+            fits = [at for at, peer in posted.items() if peer in (ANY, sender)]
+            if fits:
+                del posted[fits[0]]
+        takers |= {*range(len(receives))} - {*posted}
+    return takers
+
+
+def test_receives_that_take_messages_in_order() -> None:
+    for length in (1, 2, 3):
+        for receives in itertools.product((ANY, 1, 2), repeat=length):
+            for counts in itertools.product(range(3), repeat=2):
+                sent = [sender for sender in (1, 2) for _ in range(counts[sender - 1])]
+                board, ranks = world(3, ordered_receives=True)
+                for sender in sent:
+                    ranks[sender].posts("isend", 0)
+                numbers = [ranks[0].posts("irecv", peer) for peer in receives]
+                for at, number in enumerate(numbers):
+                    ranks[0].waits(number)
+                    assert board.blocked(0) == (at not in _may_take(receives, sent))
 
 
 # ---- Objects -------------------------------------------------------------------------------------
