@@ -70,6 +70,8 @@ def _is_plumbing(name: str) -> bool:
 
 #: Files whose functions communicate or wait themselves: the calls that messages name.
 _PRIMITIVES = (os.sep + "comm.py", os.path.join(os.sep, "futures", "__init__.py"))
+#: The ends of the names of torch.distributed's functions that are made of other collectives.
+_COMPOSED = ("_object", "_object_list")
 
 
 def entry_of(code: types.CodeType) -> str:
@@ -78,7 +80,8 @@ def entry_of(code: types.CodeType) -> str:
     """
     name, file = code.co_qualname, code.co_filename
     public = not code.co_name.startswith("_") or code.co_name in ("__init__", "__call__")
-    if not public or "<" in name or file.endswith((*FRONT_DOOR, *_PRIMITIVES)):
+    front = file.endswith((*FRONT_DOOR, *_PRIMITIVES)) and not name.endswith(_COMPOSED)
+    if not public or "<" in name or front:
         return ""
     name = name.removesuffix(".__init__").removesuffix(".__call__")
     if not is_own_code(code):

@@ -338,6 +338,11 @@ def _store() -> dist.Store:
     return c10d._get_default_store()
 
 
+def gather_object_that_one_rank_leaves_out(rank: int) -> None:
+    if rank != 1:
+        dist.gather_object(rank, [None] * 3 if rank == 0 else None)
+
+
 def key_that_nobody_sets(rank: int) -> None:
     if rank:
         _store().set("other", "1")
@@ -399,6 +404,7 @@ def uneven_ddp_with_a_hook(rank: int) -> None:
         both_receive,
         both_send,
         from_anybody,
+        gather_object_that_one_rank_leaves_out,
         key_that_nobody_sets,
         counter_that_stays_short,
     ],

@@ -527,3 +527,9 @@ def test_a_call_of_the_api_is_named_beside_the_one_inside(smp_world: Any) -> Non
     assert isinstance(report.error, DeadlockError)
     assert "in smp.allgather()" in str(report.error)
     assert "in body, by smp.save_checkpoint:  smp.save_checkpoint(" in str(report.error)
+
+    def gathers() -> None:
+        if dist.get_rank() == 0:
+            dist.gather_object(1, [None, None])
+
+    assert "in gathers, by gather_object:  dist." in str(smp_world.report(gathers, ranks=2).error)
