@@ -285,9 +285,10 @@ class _Background:
         """Return when all of a rank's threads and tasks have ended."""
         key = os.getpid(), rank
         threads, tasks = self._threads[key], self._tasks[key]
-        while tasks or any(thread.is_alive() for thread in list(threads)):
+        while tasks or threads:
             for thread in list(threads):
-                thread.join(_SLICE)  # Ctrl-C reaches a rank thread between two slices
+                with contextlib.suppress(RuntimeError):  # another thread is about to start it
+                    thread.join(_SLICE)  # Ctrl-C reaches a rank thread between two slices
             concurrent.futures.wait(list(tasks), _SLICE)
 
     def _noting_start(self, start: Callable[..., None]) -> Callable[..., None]:
@@ -309,7 +310,12 @@ class _Background:
             threads.add(thread)
             # A daemon to the interpreter: it would wait for the thread after Ctrl-C, too.
             thread._daemonic, thread.run = True, run_noted
-            start(thread)
+            try:
+                start(thread)
+            finally:
+                thread._daemonic = False  # it may not run yet
+                if not thread.is_alive():  # it could not be started
+                    threads.discard(thread)
 
         return noting
 

@@ -379,6 +379,41 @@ if smp.rank() == 2:
     assert (tmp_path / "done").exists()
 
 
+def test_the_script_waits_for_a_thread_that_is_being_started(run, tmp_path, monkeypatch):
+    """By another thread of its own; the wait has looked at it before it runs."""
+    starting, seen = threading.Event(), threading.Event()
+    start, wait, waits = threading.Thread.start, concurrent.futures.wait, []
+
+    def start_late(thread):
+        if thread.name == "inner":
+            starting.set()
+            assert seen.wait(60)
+        start(thread)
+
+    def noted(*arguments):
+        waits.append(starting.is_set())
+        if waits.count(True) == 2:  # between two of them every thread was looked at
+            seen.set()
+        return wait(*arguments)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    monkeypatch.setattr(concurrent.futures, "wait", noted)
+    shown = run(
+        """
+import threading
+def work():
+    open(os.path.join(sys.argv[1], "done"), "w").close()
+if smp.rank() == 2:
+    outer = threading.Thread(target=lambda: threading.Thread(target=work, name="inner").start())
+    outer.start()
+    assert not outer.daemon
+""",
+        str(tmp_path),
+    )
+    assert shown.code == 0, shown.err
+    assert (tmp_path / "done").exists()
+
+
 def test_ctrl_c_ends_a_script_whose_thread_never_ends(tmp_path):
     script = start(
         tmp_path / "train.py",
