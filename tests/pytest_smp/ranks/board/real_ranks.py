@@ -17,6 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from pytest_smp.ranks.board import Board, BoardRecorder, Finding
 from pytest_smp.ranks.board.instrument import Instrument
@@ -68,6 +69,7 @@ def _serve(body: Body, rank: int, size: int, folder: str, line: Connection) -> N
         recorder = BoardRecorder(rank, lambda data: line.send_bytes(b"R" + data))
         instrument = Instrument(recorder)
         instrument.install()
+        c10d._world.group_count = 0  # tests that ran before in this process may have made groups
         store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         dist.barrier()  # before the run: all begin together, and nothing of this is recorded
@@ -93,7 +95,15 @@ def _watch(lines: dict[Connection, int], size: int, patience: float) -> Seen:
     while running:
         for line in wait([*lines], timeout=0.02):
             assert isinstance(line, Connection)
-            rank, message = lines[line], line.recv_bytes()
+            rank = lines[line]
+            try:
+                message = line.recv_bytes()
+            except (EOFError, ConnectionResetError):  # Gloo has ended the process
+                del lines[line]
+                line.close()
+                board.gone(rank)
+                running.discard(rank)
+                continue
             kind, data = message[:1], message[1:]
             if kind == b"Q":
                 running.discard(rank)
