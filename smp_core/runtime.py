@@ -73,7 +73,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     as JSON in the environment variable SM_HP_MP_PARAMETERS, win over it (1.2). Calling again
     changes nothing if the configuration is the same or ``None``.
 
-    Every rank calls it, and it returns when all have: it compares what the ranks were given. In a
+    Every rank calls it, and it returns when all have: it compares what the ranks were given. (In a run that
+    initialises its ranks by itself it waits for nobody, unless the configuration is another one.) In a
     plain script the ranks are those of
     torchrun, mpiexec or srun, or of the default process group if there is one already; a process
     that was started alone is a world of one rank. From then on ``torch.distributed`` is initialised
@@ -95,11 +96,14 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             )
         return
     if context is not None:
-        runtime = _build(config, context.fabric)
+        runtime, job = _build(config, context.fabric), context.job
         if _is_importing(sys._getframe(1)):
             # Simulated ranks share modules: the others will not run this one again, and mean it all the same.
-            context.job.automatic_init, context.job.parameters = True, config
-        else:
+            job.automatic_init, job.parameters = True, config
+        # A rank that has been initialised by itself has the job's configuration, and will not meet the others.
+        elif not job.automatic_init or runtime.config != _parse(
+            job.parameters, _launcher_parameters()
+        ):
             _check_agreement(runtime)
         context.runtime = runtime
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import distributed as dist
 
 import smp_core.torch as smp
 from smp_core import runtime
@@ -69,6 +70,34 @@ def test_a_body_that_initialises_by_itself_may_choose_the_configuration(smp_worl
         return smp.pp_rank()
 
     assert smp_world.run(body, ranks=2) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        (None, None),
+        (None, {}),
+        (None, {"microbatches": 1}),
+        ({"pipeline_parallel_degree": 2}, None),
+        ({"pipeline_parallel_degree": 2}, {"partitions": 2}),
+    ],
+)
+def test_init_waits_for_no_rank_that_was_initialised_by_itself(smp_world, config, given):
+    def body():
+        if dist.get_rank() == 0:
+            smp.size()
+        smp.init(given)
+        return smp.rank()
+
+    assert smp_world.run(body, ranks=2, config=config) == [0, 1]
+
+
+def test_configurations_that_bodies_give_are_compared(smp_world):
+    def body():
+        with pytest.raises(ConfigError, match="microbatches: 2 on rank 0; 3 on rank 1"):
+            smp.init({"microbatches": 2 + dist.get_rank()})
+
+    smp_world.run(body, ranks=2)
 
 
 def test_the_launcher_wins_over_the_dict(smp_world, monkeypatch):

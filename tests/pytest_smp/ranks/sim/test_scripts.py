@@ -212,6 +212,10 @@ def test_a_library_that_initialises_when_it_is_imported(run, tmp_path):
     shown = run("import library_of_ranks\nprint(smp.rank(), smp.state.cfg.microbatches)", init="")
     assert shown.code == 0, shown.err
     assert sorted(shown.out.splitlines()) == [f"[rank {rank}] {rank} 3" for rank in range(3)]
+    (tmp_path / "library_of_rank_0.py").write_text(library.replace("{'microbatches': 3}", ""))
+    text = "import torch.distributed as dist\nif dist.get_rank() == 0: import library_of_rank_0\nsmp.init()"
+    shown = run(text, init="")
+    assert shown.code == 0, shown.err
     shown = run("print(smp.rank())", init="")
     assert shown.code == 1
     assert "rank 0 has not called smp.init()" in shown.err
