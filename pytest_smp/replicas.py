@@ -132,13 +132,15 @@ def _differing_elements(one: bytes, other: bytes, size: int) -> Iterator[int]:
 
 
 def _uneven_steps(report: Report) -> tuple[str, int] | None:
-    """The replicas that made different numbers of steps, if all have come to their ends."""
+    """The replicas that made different numbers of steps, among ranks that have all come to their ends."""
     if report.error is not None:
         return None
     for outcome in report.outcomes:
-        for name, (_, members) in outcome.records.get(STEPS, {}).items():
+        for name, members in outcome.records.get(STEPS, {}):
+            if any(report.outcomes[rank].kind is not OutcomeKind.RETURNED for rank in members):
+                continue  # a rank that smp.raises has held up would have gone on
             counts = {
-                rank: report.outcomes[rank].records.get(STEPS, {}).get(name, (0, ()))[0]
+                rank: report.outcomes[rank].records.get(STEPS, {}).get((name, members), 0)
                 for rank in members
             }
             if len(set(counts.values())) > 1:

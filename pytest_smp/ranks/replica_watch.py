@@ -6,10 +6,11 @@ so ranks with different numbers of steps neither hang nor disturb what the test 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -64,20 +65,27 @@ class Watched(NamedTuple):
     generators: bool = False
 
 
+#: The name and the number of a step, for members.
+StepOf = Callable[[tuple[int, ...]], tuple[str, int]]
+
+
 class ReplicaWatch:
     """One rank's watch, from the start of its body to the end."""
 
     def __init__(self, rank: RecordingRank) -> None:
         self._rank = rank
         self._digests: list[Digest] = []
-        self._steps: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._steps: dict[tuple[str, tuple[int, ...]], int] = {}  # by optimizer's name and members
         rank.records[REPLICAS], rank.records[STEPS] = self._digests, self._steps
         self._left = _MOST_BYTES
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._watched: list[Watched] = []
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-        self._counts: dict[str, int] = {}
+        # An optimizer's name and steps, by the members that it has parameters of.
+        self._optimizers: weakref.WeakKeyDictionary[
+            Optimizer, dict[tuple[int, ...], tuple[str, int]]
+        ] = weakref.WeakKeyDictionary()
+        self._counts: dict[tuple[str, tuple[int, ...]], int] = {}
         self._due: list[tuple[str, int, Watched]] = []  # parameters that the next look takes
 
     def __enter__(self) -> ReplicaWatch:
@@ -113,24 +121,36 @@ class ReplicaWatch:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._take_due()
-        name = self._optimizers.get(optimizer)
-        if name is None:
-            kind = type(optimizer).__name__
-            nth = self._counts[kind] = self._counts.get(kind, 0) + 1
-            name = self._optimizers[optimizer] = kind if nth == 1 else f"{kind} number {nth}"
-        step = self._steps.get(name, (0, ()))[0] + 1
         parameters = {
             id(parameter) for group in optimizer.param_groups for parameter in group["params"]
         }
-        self._steps[name] = step, ()
+        step = functools.cache(functools.partial(self._count_step, optimizer))
         for watched in self._watched:
             module = watched.module()
             if module is not None and any(id(each) in parameters for each in module.parameters()):
-                self._steps[name] = step, () if _joins(module, self._roots) else watched.members
-                self._take(name, step, watched, parameters)
+                name, number = step(watched.members)
+                if _joins(module, self._roots):
+                    self._steps.pop((name, watched.members), None)
+                else:
+                    self._steps[name, watched.members] = number
+                self._take(name, number, watched, parameters)
         for root in self._roots:
-            self._take_distributed(name, step, root, parameters)
-        self._take_engine(name, step, optimizer)
+            self._take_distributed(step, root, parameters)
+        self._take_engine(step, optimizer)
+
+    def _count_step(self, optimizer: Optimizer, members: tuple[int, ...]) -> tuple[str, int]:
+        """Count a step of an optimizer that has parameters of these members; its name, and the step's number.
+
+        Optimizers of a class are numbered among those of the same members: a rank may have others of its own.
+        """
+        steps = self._optimizers.setdefault(optimizer, {})
+        if members not in steps:
+            kind = type(optimizer).__name__
+            nth = self._counts[kind, members] = self._counts.get((kind, members), 0) + 1
+            steps[members] = kind if nth == 1 else f"{kind} number {nth}", 0
+        name, number = steps[members]
+        steps[members] = name, number + 1
+        return steps[members]
 
     def _take(self, optimizer: str, step: int, watched: Watched, parameters: set[int]) -> None:
         """Record a module's parameters that the optimizer has, and their gradients."""
@@ -157,9 +177,7 @@ class ReplicaWatch:
                     Digest(*key, f"the generator of {what}", _digest(repr(state).encode()))
                 )
 
-    def _take_distributed(
-        self, optimizer: str, step: int, root: nn.Module, parameters: set[int]
-    ) -> None:
+    def _take_distributed(self, step: StepOf, root: nn.Module, parameters: set[int]) -> None:
         """Record what DTensors say is replicated: their local parts, among the ranks that hold the same part."""
         named = [
             (name, parameter)
@@ -171,9 +189,9 @@ class ReplicaWatch:
         for what, tensor in pairs:
             members = _holders(tensor) if isinstance(tensor, DTensor) else ()
             if len(members) > 1:
-                self._add(members, optimizer, step, what, tensor.to_local())  # type: ignore[union-attr]
+                self._add(members, *step(members), what, tensor.to_local())  # type: ignore[union-attr]
 
-    def _take_engine(self, name: str, step: int, optimizer: Optimizer) -> None:
+    def _take_engine(self, step: StepOf, optimizer: Optimizer) -> None:
         """Note that the reference engine's replicas are due: its own step goes on after the optimizer's."""
         runtime = self._rank.runtime
         session = getattr(runtime, "training", None)
@@ -183,7 +201,7 @@ class ReplicaWatch:
         topology, rank = runtime.topology, self._rank.rank
         if mine and runtime.config.ddp and topology.sharding == 1:
             members = topology.group(GroupKind.RDP, rank)
-            self._due.append((name, step, Watched(weakref.ref(session.model), members)))
+            self._due.append((*step(members), Watched(weakref.ref(session.model), members)))
 
     def _take_due(self) -> None:
         due, self._due = self._due, []

@@ -54,7 +54,33 @@ TESTS = """
         train_step(model, torch.full((2, 4), 1.0 + smp.dp_rank()))
         optimizer.step()
 
+    @pytest.mark.smp(ranks=2)
+    def test_held_up_by_a_rank_that_raises_as_expected(smp, smp_replicas):
+        model = layers()
+        smp_replicas.watch(model)
+        with smp.raises(ValueError, ranks=[0]):
+            if dist.get_rank() == 0:
+                raise ValueError
+            dist.barrier()
+        train(model, 1)
+
+    @pytest.mark.smp(ranks=2)
+    def test_an_optimizer_of_one_rank_alone(smp):
+        if dist.get_rank() == 0:
+            train(layers(), 1)
+        train(DistributedDataParallel(layers()), 1)
+
     # What follows fails.
+
+    @pytest.mark.smp(ranks=2)
+    def test_fails_beside_an_optimizer_of_one_rank_alone(smp):
+        if dist.get_rank() == 0:
+            train(layers(), 1)
+        model = DistributedDataParallel(layers())
+        def spoil(step):
+            if dist.get_rank() == 1:
+                model.module[1].weight.grad[1, 0] = 7.0
+        train(model, 1, spoil)
 
     @pytest.mark.smp(ranks=2, ddp=True)
     def test_fails_reference_engine(smp):
@@ -112,10 +138,16 @@ TESTS = """
 def test_replicas_are_compared_after_each_step(session: Session, backend: str) -> None:
     ended = session(TESTS, f"--smp-backend={backend}", "--smp-replicas", "-rp", ranks=4)
     ended.counts.pop("warnings", None)  # torch's own, of FSDP
-    assert ended.counts == {"passed": 3, "failed": 6}, ended.text
-    for name in ("equal", "sharded", "reference_engine"):
+    assert ended.counts == {"passed": 5, "failed": 7}, ended.text
+    for name in (
+        *("equal", "sharded", "reference_engine"),
+        *("held_up_by_a_rank_that_raises_as_expected", "an_optimizer_of_one_rank_alone"),
+    ):
         ended.shows(f"PASSED test_it.py::test_{name}")
     for name, texts in {
+        "test_fails_beside_an_optimizer_of_one_rank_alone": (
+            "replicas differ: gradient of 1.weight at step 1 of SGD",
+        ),
         "test_fails_reference_engine": ("weight at step 1 of SGD", "element [0, 2] is "),
         "test_fails_gradient": (
             "ReplicaError: replicas differ: gradient of 1.weight at step 2 of SGD",
@@ -147,4 +179,4 @@ def test_replicas_are_compared_after_each_step(session: Session, backend: str) -
 
 def test_without_the_option_nothing_is_compared(session: Session) -> None:
     ended = session(TESTS, "-k", "fails_gradient", ranks=4)
-    assert ended.counts == {"passed": 1, "deselected": 8}
+    assert ended.counts == {"passed": 1, "deselected": 11}
