@@ -203,6 +203,14 @@ def caller_place() -> Place | None:
     return user_place(sys._getframe(1))
 
 
+def is_called_by_body() -> bool:
+    """Return whether a line of the user's makes the call in which the caller is, and no function of a library does
+    on its own account, as ``smp.init`` and checkpoints do.
+    """
+    place = user_place(sys._getframe(1))
+    return place is not None and not place.entry
+
+
 def stack_text(frame: types.FrameType) -> str:
     """A thread's stack, outermost first, without our own frames at its two ends."""
     frames = list(_frames(frame))[::-1]

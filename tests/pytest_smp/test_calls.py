@@ -107,6 +107,19 @@ TESTS = """
         (gradients,) = [call for call in smp_calls if call.operation == "all_to_all_single"]
         assert (gradients.phase, gradients.bytes) == ("backward", 16)  # four elements of four bytes
 
+    @pytest.mark.smp(ranks=2)
+    def test_exchanges_of_the_api(smp, smp_calls, smp_tmp_path):
+        smp.init({"microbatches": 2})
+        model = smp.DistributedModel(nn.Linear(3, 1))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        @smp.step
+        def train_step(model, x):
+            smp.barrier()
+            model.backward(model(x).sum())
+        train_step(model, torch.ones(4, 3))
+        smp.save_checkpoint(str(smp_tmp_path), "tag", True, model, optimizer)
+        assert {call.operation for call in smp_calls if call.operation.startswith("smp.")} == {"smp.barrier"}
+
     def test_of_the_last_run_alone(smp_world, smp_calls):
         assert list(smp_calls) == []
         smp_world.run(dist.barrier, ranks=2)
@@ -121,10 +134,10 @@ TESTS = """
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
 def test_calls_are_data(session: Session, backend: str) -> None:
     ended = session(TESTS, f"--smp-backend={backend}", "-W", "ignore::FutureWarning", ranks=2)
-    assert ended.counts == {"passed": 6}, ended.text
+    assert ended.counts == {"passed": 7}, ended.text
 
 
 def test_rank_processes_record_calls_for_the_board_alone(session: Session) -> None:
     ended = session(TESTS, "--smp-backend=gloo", "--smp-check=false", "-k", "last_run", ranks=2)
-    assert ended.counts == {"failed": 1, "deselected": 5}
+    assert ended.counts == {"failed": 1, "deselected": 6}
     ended.shows("UnsupportedError: smp_calls", "--smp-check")

@@ -46,7 +46,7 @@ def _listed(numbers: Sequence[int]) -> bytes:
     return b"%d" % numbers[0] if len(numbers) == 1 else ",".join(map(str, numbers)).encode()
 
 
-#: Calls of the object transport that a body makes; the others belong to the transport.
+#: Calls of the object transport that a body can make; the others belong to the transport.
 OBJECT_CALLS = frozenset(
     {"smp.send", "smp.broadcast", "smp.recv_from", "smp.allgather", "smp.barrier"}
 )
@@ -172,7 +172,7 @@ class BoardRecorder:
             thread = self._thread()
             text = messages.object_call_text(call, shown, to, source)
             self._tell(encode(records.OBJECT, number, own, text, place, thread, [*to], from_))
-        if self.calls is not None and call in OBJECT_CALLS:
+        if self.calls is not None and call in OBJECT_CALLS and stack_frames.is_called_by_body():
             self._keep(own, (call, ()))
         try:
             with self.quiet():

@@ -14,7 +14,7 @@ from pytest_smp.ranks.sim.rank_context import RankContext
 from smp_core.transport import messages
 from smp_core.transport.payload import Payload
 from smp_core.transport.protocols import Group
-from smp_core.transport.stack_frames import user_line
+from smp_core.transport.stack_frames import is_called_by_body, user_line
 
 
 class _Message:
@@ -118,7 +118,7 @@ class SimObjects:
         """Begin a call of these ranks."""
         context = self._context
         context.check(call)
-        if context.job.records_calls:
+        if context.job.records_calls and is_called_by_body():
             context.record_call(operation, group)
 
     def _post(self, call: str, payload: Payload, dests: set[int]) -> None:
