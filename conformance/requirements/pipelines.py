@@ -205,8 +205,8 @@ PIPELINES = (
         (
             "MODEL-ATTRIBUTES",
             (
-                "partitioned is true after partitioning, module is the wrapped module, and state_dict has all "
-                "names and values of the wrapped module."
+                "partitioned is true after partitioning, module is the wrapped module, maybe inside of wrappers "
+                "that have it as module in turn, and state_dict has all names and values of the wrapped module."
             ),
             "API 1.7",
         ),

@@ -60,7 +60,7 @@ class Heard:
             script's, whether the model was partitioned, and the step in progress.
         forwards: the number of calls of each module's forward hook after the first step, by module.
         partitioned: the model's ``partitioned`` before the first step and after the last.
-        wrapped: whether the model's ``module`` is the wrapped module.
+        wrapped: whether the model's ``module`` is the wrapped module, or leads to it.
     """
 
     calls: list[tuple[str, bool, bool, int]] = dataclasses.field(default_factory=list)
@@ -106,7 +106,10 @@ def listen(engine: str, steps: int, microbatches: int, tracing: bool) -> Heard:
         body(model, torch.ones(2 * microbatches, 2))
     now[0] = steps
     heard.partitioned = before, model.partitioned
-    heard.wrapped = model.module is module
+    innermost: Any = model.module
+    while hasattr(innermost, "module"):  # inside of wrappers of ddp and of 16 bits (API 1.7)
+        innermost = innermost.module
+    heard.wrapped = innermost is module
     return heard
 
 

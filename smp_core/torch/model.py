@@ -39,6 +39,7 @@ from smp_core.torch.execution.collective_try import collective_try
 from smp_core.torch.execution.remote.transport import Transport
 from smp_core.torch.hooks import Handle, Hook, Hooks
 from smp_core.torch.memory import activations, gradient_checkpointing
+from smp_core.torch.module_view import ModuleView
 from smp_core.torch.nn.module import DistributedModule
 from smp_core.torch.optimizer.parts import OwnParts
 from smp_core.torch.parameters import creation
@@ -88,13 +89,13 @@ class DistributedModel(nn.Module):
         PartitionError: at pipeline degree 1, if the ranks built different models. Otherwise the first
             step raises that, and any other error of the partition.
 
-    ``module`` is the wrapped module; ``partitioned``: whether it has been partitioned. ``sharding`` has the state
+    ``module`` leads to the wrapped module; ``partitioned``: whether it has been partitioned. ``sharding`` has the state
     that is split over the shard group (sharding/sharded_model.py); at degree 1 nothing is (sharding/whole_model.py).
     ``masters`` are the tensors that the optimizer works on (precision/masters.py); None where it works on parameters
     themselves. With ``fp16`` or ``bf16`` the module is converted, in place (precision/casting.py).
     """
 
-    module: nn.Module
+    _outermost: nn.Module
 
     def __init__(
         self,
@@ -130,10 +131,11 @@ class DistributedModel(nn.Module):
         if self._half is not None:
             casting.convert(session, module, self._half)
         self.masters = _make_masters(session.runtime, self._half)
-        self.module = module
-        if not hasattr(module, "module"):
-            # SMP has wrappers in between (DDP's, that of fp16): scripts write model.module.module.
-            vars(module)["module"] = module
+        self.add_module("module", module)
+        # In the places of SMP's wrappers, DDP's and that of 16 bits; past nn.Module, which would register a view.
+        vars(self)["_outermost"] = module
+        for _ in range(session.runtime.config.ddp + (self._half is not None)):
+            vars(self)["_outermost"] = ModuleView(self._outermost)
         calls.keep_forwards(module)
         self.partitioned = False
         self.placement: Placement | None = None
@@ -181,17 +183,19 @@ class DistributedModel(nn.Module):
             self._begin()
             if self._distributes:
                 runtime = self._session.runtime
-                with batches.alike_outside_of_steps(runtime, args, kwargs, self.module.training):
+                with batches.alike_outside_of_steps(
+                    runtime, args, kwargs, self.get_module().training
+                ):
                     return self._called(args, kwargs)
         return self._called(args, kwargs)
 
     def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The output of the module; in a 16-bit run of arguments in its dtype."""
         if self._half is None:
-            return self.module(*args, **kwargs)
+            return self.get_module()(*args, **kwargs)
         args, kwargs = casting.inputs((args, kwargs), self._half)
         with self.computing():  # outside of steps, and where a step is traced
-            return casting.outputs(self.module(*args, **kwargs))
+            return casting.outputs(self.get_module()(*args, **kwargs))
 
     def backward(self, tensors: Tensors, grad_tensors: Any = None) -> None:
         """The backward pass of a microbatch, instead of ``loss.backward()``: as
@@ -308,7 +312,7 @@ class DistributedModel(nn.Module):
         Raises UnsupportedTrainingError without ``ddp`` and ``overlapping_allreduce``, with distributed modules, and
         for a second hook; ArgumentTypeError for a value that cannot be called.
         """
-        if any(split_of(each) is not None for each in self.module.parameters()):
+        if any(split_of(each) is not None for each in self.get_module().parameters()):
             raise UnsupportedTrainingError(
                 "model.register_comm_hook: not with distributed modules, whose gradients are reduced over RDP groups "
                 "(all others over DP groups). Leave the hook out"
@@ -333,7 +337,16 @@ class DistributedModel(nn.Module):
 
     def get_module(self) -> nn.Module:
         """The module that was wrapped."""
-        return self.module
+        module = self._modules["module"]
+        assert module is not None
+        return module
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was wrapped, inside of a view for each of SMP's wrappers: that of ``ddp``, and that of
+        ``fp16`` and ``bf16``. A view's ``module`` is what it wraps.
+        """
+        return self._outermost
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """This partition's modules, by path; all of them before partitioning."""
@@ -469,7 +482,7 @@ class DistributedModel(nn.Module):
         """Raise UnsupportedTrainingError if calls of a module do not go where it is any more."""
         for site in self.sites.values():
             if vars(site.module).get("_compiled_call_impl") != site.called:
-                _check_compiled(self.module)
+                _check_compiled(self.get_module())
 
     def compile(self, *args: object, **kwargs: object) -> NoReturn:
         """Refused: the calls of its modules have to be seen. Raises UnsupportedTrainingError."""
@@ -547,21 +560,21 @@ class DistributedModel(nn.Module):
     ) -> Placement:
         """On the one rank that decides: a trace of the first microbatch, unless it is skipped."""
         session = self._session
-        if session.runtime.config.skip_tracing or creation.is_delayed(self.module):
-            return placement.decide(session, self.module)
+        if session.runtime.config.skip_tracing or creation.is_delayed(self.get_module()):
+            return placement.decide(session, self.get_module())
         call = split()[0]
-        with tracing.Tracer(self.module, session, **self._trace) as tracer, self.computing():
+        with tracing.Tracer(self.get_module(), session, **self._trace) as tracer, self.computing():
             body(*call.args, **call.kwargs)
-        return placement.decide(session, self.module, tracer.trace)
+        return placement.decide(session, self.get_module(), tracer.trace)
 
     def _partition(self, decide: Callable[[], Placement]) -> None:
         session = self._session
-        gradient_checkpointing.heed(self.module)
+        gradient_checkpointing.heed(self.get_module())
         raised: list[Exception] = []
 
         def decide_or_tell() -> Placement:
             try:
-                _check_compiled(self.module)  # since it was wrapped
+                _check_compiled(self.get_module())  # since it was wrapped
                 return decide()
             except SmpError:
                 raise
@@ -578,18 +591,18 @@ class DistributedModel(nn.Module):
         placement.prepare(session, self)
         if session.runtime.topology.sharding > 1:
             # Before values come: each rank takes its own part of a parameter and never holds the rest.
-            self.sharding = ShardedModel(session.runtime, self.module, self.masters)
+            self.sharding = ShardedModel(session.runtime, self.get_module(), self.masters)
         placement.distribute(session, self, decided, self.sharding)
         self.placement = decided
         self._eager_calls = self.sharding.eager_calls(self.wide)
         self.sites = calls.install(
-            self.module,
+            self.get_module(),
             self.owner,
             self._pp_rank,
             self._run_eagerly,
             activations.CheckpointedSite,
         )
-        self._watch = uses.Watch(self.module)
+        self._watch = uses.Watch(self.get_module())
         local = dict(self.local_named_parameters())
         self.gradients = self._make_gradients(local)
         if self._comm_hook is not None:

@@ -98,12 +98,14 @@ class SessionModel(Protocol):
     module, so each reader annotates them.
     """
 
-    module: nn.Module
     partitioned: bool
     _session: TrainingSession
     sites: Any
     masters: Any
     sharding: Any
+
+    def get_module(self) -> nn.Module:
+        """The module that was wrapped."""
 
     @property
     def translations(self) -> Mapping[str, object]:

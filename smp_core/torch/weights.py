@@ -47,7 +47,7 @@ def _here(model: SessionModel) -> int:
 
 def local_named_modules(model: SessionModel) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of this partition, in the order of ``named_modules``."""
-    for path, module in model.module.named_modules():
+    for path, module in model.get_module().named_modules():
         if owns(model, path):
             yield path, module
 
@@ -60,7 +60,7 @@ def local_modules(model: SessionModel) -> Iterator[nn.Module]:
 
 def local_named_parameters(model: SessionModel) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of this partition, each parameter once. There may be none."""
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in model.get_module().named_parameters():
         if owns(model, name.rpartition(".")[0]):
             yield name, parameter
 
@@ -73,7 +73,7 @@ def local_parameters(model: SessionModel) -> Iterator[nn.Parameter]:
 
 def local_named_buffers(model: SessionModel) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of this partition, each buffer once."""
-    for name, buffer in model.module.named_buffers():
+    for name, buffer in model.get_module().named_buffers():
         if owns(model, name.rpartition(".")[0]):
             yield name, buffer
 
@@ -153,8 +153,8 @@ def _full_tree(model: SessionModel, to_rank0: bool) -> Iterator[None]:
         return not to_rank0 or 0 in (pipeline if split_of(parameter) is None else together)
 
     with (
-        model.sharding.full_tree(model.module, keep),
-        full_parameters.full_tree(runtime, model.module, to_rank0=to_rank0),
+        model.sharding.full_tree(model.get_module(), keep),
+        full_parameters.full_tree(runtime, model.get_module(), to_rank0=to_rank0),
     ):
         yield
 
@@ -163,8 +163,8 @@ def _full_tree(model: SessionModel, to_rank0: bool) -> Iterator[None]:
 def _loading_tree(model: SessionModel) -> Iterator[None]:
     """While entered, full parameters stand in the tree for a full state to be loaded."""
     with (
-        model.sharding.loading_tree(model.module),
-        full_parameters.loading_tree(model._session.runtime, model.module),
+        model.sharding.loading_tree(model.get_module()),
+        full_parameters.loading_tree(model._session.runtime, model.get_module()),
     ):
         yield
 
@@ -172,7 +172,7 @@ def _loading_tree(model: SessionModel) -> Iterator[None]:
 def slices_record(model: SessionModel) -> dict[str, object] | None:
     """Plain values that identify the slices that this rank holds (slices.py); None of a model without any."""
     end_reading(model)
-    named = model.module.named_parameters()
+    named = model.get_module().named_parameters()
     return slices.record(
         {name: found for name, each in named if (found := split_of(each)) is not None}
     )
@@ -191,9 +191,9 @@ def _entries(model: SessionModel) -> dict[str, object]:
     A parameter or buffer is the owner's under whatever key a hook of the module put it; any other entry
     (extra state, an addition of a hook) belongs to the module whose path its key starts with.
     """
-    state = model.module.state_dict(keep_vars=True)
-    owners = {id(entry.tensor): entry.module for entry in sharing.entries(model.module)}
-    paths = {path for path, _ in model.module.named_modules(remove_duplicate=False)}
+    state = model.get_module().state_dict(keep_vars=True)
+    owners = {id(entry.tensor): entry.module for entry in sharing.entries(model.get_module())}
+    paths = {path for path, _ in model.get_module().named_modules(remove_duplicate=False)}
     entries: dict[str, object] = {}
     for key, value in state.items():
         path = owners.get(id(value))
@@ -331,7 +331,7 @@ def check(
         plain = _with_metadata(plain, state)
     with _meta(model, parts=partial) as away:
         try:
-            result = model.module.load_state_dict(plain, strict=False)
+            result = model.get_module().load_state_dict(plain, strict=False)
         except RuntimeError as error:
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise
@@ -372,8 +372,8 @@ def _load_values(
     whole = contextlib.nullcontext() if partial else _loading_tree(model)
     with whole, _meta(model, parts=partial, elsewhere=True) as away:
         if not (partial and same_partition):
-            return model.module.load_state_dict(plain, strict=strict)
-        result = model.module.load_state_dict(plain, strict=False)
+            return model.get_module().load_state_dict(plain, strict=strict)
+        result = model.get_module().load_state_dict(plain, strict=False)
         missing = [
             key
             for key in result.missing_keys
@@ -431,7 +431,7 @@ def _complaint(model: SessionModel, missing: list[str], unexpected: list[str]) -
         for what, keys in (("Unexpected", unexpected), ("Missing", missing))
         if keys
     ]
-    name = type(model.module).__name__
+    name = type(model.get_module()).__name__
     return f"Error(s) in loading state_dict for {name}:\n\t" + "\n\t".join(lines)
 
 
@@ -444,9 +444,9 @@ def _meta(model: SessionModel, *, parts: bool, elsewhere: bool = False) -> Itera
     """
     before: list[tuple[StateDict, str, object]] = []
     names: set[str] = set()
-    first_name = {id(entry.tensor): entry.name for entry in placement.unique(model.module)}
+    first_name = {id(entry.tensor): entry.name for entry in placement.unique(model.get_module())}
     shapes = vars(model).get(placement.SHAPES, {})
-    for entry in list(sharing.entries(model.module)):
+    for entry in list(sharing.entries(model.get_module())):
         mine = owns(model, entry.module)
         if mine and elsewhere:
             continue
@@ -492,24 +492,24 @@ def cpu(model: SessionModel) -> None:
     """
     end_reading(model)
     model.sharding.unshard()
-    model.module.cpu()
+    model.get_module().cpu()
     if slices_record(model) is not None:
         reading = contextlib.ExitStack()
-        reading.enter_context(full_parameters.full_tree(model._session.runtime, model.module))
+        reading.enter_context(full_parameters.full_tree(model._session.runtime, model.get_module()))
         vars(model)[_READING] = reading
     if model.placement is None or model.placement.degree == 1:
         return
     runtime = model._session.runtime
     mine = {
         entry.name: entry.tensor.detach()
-        for entry in placement.unique(model.module)
+        for entry in placement.unique(model.get_module())
         if owns(model, entry.module)
     }
     group = runtime.group(GroupKind.PP)
     gathered: dict[str, torch.Tensor] = {}
     for keys, values in runtime.fabric.objects.allgather(_packed(mine), group):
         gathered.update({key: values[index] for key, index in keys.items()})
-    for entry in list(placement.unique(model.module)):
+    for entry in list(placement.unique(model.get_module())):
         if not owns(model, entry.module):
             foreign.unmark(entry.tensor)
             placement.replace(entry.tensor, gathered[entry.name])
@@ -535,4 +535,4 @@ def end_reading(model: SessionModel) -> None:
 def _release(model: SessionModel) -> None:
     if vars(model).pop("_smp_whole", False):
         assert model.placement is not None
-        placement.release(model.module, model.placement, _here(model))
+        placement.release(model.get_module(), model.placement, _here(model))

@@ -600,7 +600,7 @@ def _restored(session: TrainingSession, partition: Any, where: Path) -> placemen
             f"{where}: holds a partition that cannot be read ({error})"
         ) from error
     model: Any = session.model
-    mine = {path for path, _ in model.module.named_modules(remove_duplicate=False)}
+    mine = {path for path, _ in model.get_module().named_modules(remove_duplicate=False)}
     for path in sorted(mine ^ made.modules.keys()):
         here, there = ("has", "has not") if path in mine else ("has not", "has")
         raise CheckpointError(

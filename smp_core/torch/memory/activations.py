@@ -86,7 +86,7 @@ def set_activation_checkpointing(
         cast(object, module),
     )  # a DistributedModel is both, unknown to mypy
     if model is not None and given is model:
-        module = model.module
+        module = model.get_module()
     policy = policy_of(name, module, preserve_rng_state, pack_args_as_tuple, strategy)
     module.__dict__[MARK] = policy
 

@@ -171,7 +171,7 @@ def _state(session: sessions.TrainingSession) -> Iterator[tuple[str, list[torch.
     grads: list[torch.Tensor | None] = []
     if model is not None:
         own: list[torch.Tensor] = []
-        for module in model.module.modules():
+        for module in model.get_module().modules():
             # The dicts themselves: a read of a parameter in a call would unshard it.
             for registry in (module._parameters, module._buffers):
                 tensors: Iterable[Any] = dict.values(registry)

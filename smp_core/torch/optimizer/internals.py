@@ -59,7 +59,7 @@ class Internals:
         """For each master the axis along which tp ranks have slices of it; None for one that each holds whole."""
         axes: dict[nn.Parameter, int | None] = dict.fromkeys(self.master_is_distributed)
         model = self._session.model
-        for parameter in () if model is None else model.module.parameters():
+        for parameter in () if model is None else model.get_module().parameters():
             found = split_of(parameter)
             face = self._parameters.face(parameter)
             if found is not None and isinstance(face, nn.Parameter) and face in axes:
@@ -164,7 +164,7 @@ class Internals:
         numbers = self._param_id_to_index()
         return {
             name: numbers[id(each)]
-            for name, each in model.module.named_parameters(remove_duplicate=False)
+            for name, each in model.get_module().named_parameters(remove_duplicate=False)
             if id(each) in numbers
         }
 

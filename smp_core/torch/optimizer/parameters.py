@@ -117,7 +117,7 @@ class OptimizerParameters:
         placement, here = model.placement, self.runtime.position(GroupKind.PP)
         self._elsewhere = {
             id(parameter)
-            for name, parameter in model.module.named_parameters()
+            for name, parameter in model.get_module().named_parameters()
             if placement.parameters[name] != here
         }
         for group in self.optimizer.param_groups:

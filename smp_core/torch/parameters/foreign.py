@@ -132,7 +132,7 @@ def reader() -> str:
 
 def model_modules() -> list[tuple[str, nn.Module]]:
     model = sessions.current("model").model
-    return [] if model is None else list(model.module.named_modules())
+    return [] if model is None else list(model.get_module().named_modules())
 
 
 def _first(tree: object) -> _Foreign | None:

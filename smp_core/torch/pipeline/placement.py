@@ -211,7 +211,7 @@ def prepare(session: TrainingSession, model: Any) -> None:
 
     If the ranks have built different models, every rank raises PartitionError before anything changes.
     """
-    module: nn.Module = model.module
+    module: nn.Module = model.get_module()
     _check_same(session, module)
     _pin(module)
     vars(model)[SHAPES] = {entry.name: tuple(entry.tensor.shape) for entry in unique(module)}
@@ -229,7 +229,7 @@ def distribute(
         placement: the result of ``settle``, the same on all ranks.
         sharded: the parameters of which each rank keeps a shard.
     """
-    module: nn.Module = model.module
+    module: nn.Module = model.get_module()
     here = session.runtime.position(GroupKind.PP)
     for owner in range(placement.degree):
         _send_part(session, module, placement, owner, sharded, None)

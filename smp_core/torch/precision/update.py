@@ -96,14 +96,14 @@ class Update:
             return float(model.sharding.norm)
         places = {
             masters.made(parameter): place
-            for place, parameter in enumerate(model.module.parameters())
+            for place, parameter in enumerate(model.get_module().parameters())
         }
         counted = sorted((each for each in targets if each in places), key=places.__getitem__)
         given = [(places[each], each.grad) for each in counted if each.grad is not None]
         split = None if masters.parts is None else GroupKind.RDP
         slices = {
             place
-            for place, parameter in enumerate(model.module.parameters())
+            for place, parameter in enumerate(model.get_module().parameters())
             if split_of(parameter) is not None
         }
         total = norm(self._session.runtime, given, float(norm_type), scale, split, slices)

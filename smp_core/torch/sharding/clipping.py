@@ -84,7 +84,7 @@ def _of_slices(given: Sequence[torch.Tensor]) -> set[int]:
         return set()
     model, ids = session.model, {id(each) for each in given}
     found: set[int] = set()
-    for parameter in model.module.parameters():
+    for parameter in model.get_module().parameters():
         if split_of(parameter) is not None:
             target = parameter if model.masters is None else model.masters.made(parameter)
             found.update(id(each.grad) for each in (parameter, target) if each.grad is not None)

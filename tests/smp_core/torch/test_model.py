@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from smp_core.errors import ArgumentError, ArgumentTypeError, SmpError
 from smp_core.torch import model as smp_model
 from smp_core.torch import state_mod
 from smp_core.torch.exceptions import OutsideStepError, UnsupportedTrainingError
+from smp_core.torch.module_view import ModuleView
 from smp_core.torch.partitioning import partition, set_partition
 
 CONFIG = {
@@ -59,7 +61,7 @@ def parts():
     model = smp.DistributedModel(Net())
     before = model.partitioned, what_is_local(model)
     train(model, torch.randn(4, 2))
-    assert model.get_module() is model.module
+    assert model.module.module is model.get_module() == model.module
     assert not list(model.distributed_modules())
     assert not list(model.scaled_batch_reducer_named_parameters())
     names = [name for name, _ in model.local_named_parameters()]
@@ -382,3 +384,56 @@ def test_the_model_itself_cannot_be_copied(smp, copies):
     model = smp.DistributedModel(nn.Linear(2, 2))
     with pytest.raises(UnsupportedTrainingError, match="cannot be copied, pickled or saved whole"):
         copies(model)
+
+
+def innermost(module):
+    """As transformers' unwrap_model does."""
+    return innermost(module.module) if hasattr(module, "module") else module
+
+
+@pytest.mark.parametrize(
+    ("config", "wrappers"),
+    [({}, 0), ({"ddp": True}, 1), ({"fp16": True}, 1), ({"ddp": True, "fp16": True}, 2)],
+)
+def test_the_module_stands_inside_of_the_wrappers_of_smp(smp_world, config, wrappers):
+    def body():
+        module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        model = smp.DistributedModel(module)
+        assert innermost(model) is model.get_module() is module
+        chain = [model]
+        while hasattr(chain[-1], "module"):
+            chain.append(chain[-1].module)
+        assert len(chain) == wrappers + 2
+        assert chain[-1] is module
+        assert model.module is model.module
+        for each in chain[1:]:
+            assert isinstance(each, nn.Sequential)
+            assert each == module
+            assert hash(each) == hash(module)
+            assert each
+            assert (len(each), [*each], each[0]) == (2, [*module], module[0])
+            x = torch.ones(1, 2, dtype=module[0].weight.dtype)
+            assert torch.equal(each(x), module(x))
+            assert each.state_dict().keys() == module.state_dict().keys()
+            assert each.get_submodule("0") is module[0]
+            assert type(copy.deepcopy(each)) is nn.Sequential
+            assert repr(each) == repr(module)
+            assert "forward" in dir(each)
+            each.name = "name"
+            assert vars(module).pop("name") == "name"
+            each[1] = nn.Tanh()
+            assert isinstance(module[1], nn.Tanh)
+            each.extra = nn.Identity()
+            assert "extra" in module._modules
+            del each.extra
+        module.add_module("module", nn.Identity())
+
+    smp_world.run(body, ranks=2, config=config)
+
+
+def test_a_view_of_a_module_makes_no_cycle():
+    module = nn.Linear(2, 2)
+    view, reference = ModuleView(ModuleView(module)), weakref.ref(module)
+    assert view.module.module is module
+    del module, view
+    assert reference() is None

@@ -23,7 +23,7 @@ MANUAL = {"auto_partition": False, "default_partition": 0}
 def distributed(module):
     """Place the module as the first step does, without a DistributedModel."""
     session = current("test")
-    model = types.SimpleNamespace(module=module)
+    model = types.SimpleNamespace(get_module=lambda: module)
     placed = placement.settle(session, lambda: placement.decide(session, module))
     placement.prepare(session, model)
     placement.distribute(session, model, placed, WHOLE_MODEL)
