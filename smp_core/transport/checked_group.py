@@ -122,8 +122,7 @@ class Collective(NamedTuple):
         root: a position in the group, or None.
         brings: the tensors that this member sends; their number depends on the operation.
         gets: the tensors that are written, in the order of the values that this member receives.
-        sizes: for each of ``gets``, where it may differ between members: its shape, or the number of
-            its elements if it is a part of a larger tensor.
+        sizes: the shape of each of ``gets``, where it may differ between members.
         told: values that may differ between members, and that a message shows.
         whole: the tensor that ``brings`` are the rows of, and the one that ``gets`` are the rows of, where there
             are such: a backend that watches memory has two tensors to watch, and not two for each member.
@@ -444,9 +443,9 @@ class CheckedGroup(dist.ProcessGroup):
         check_outputs(name, [output_tensor])
         outputs = self._split(name, "output", output_tensor, output_split_sizes)
         inputs = self._split(name, "input", input_tensor, input_split_sizes)
-        counts = [output.numel() for output in outputs]
+        sizes = [tuple(output.shape) for output in outputs]
         whole = (input_tensor, output_tensor)
-        return self._all_to_all(name, inputs, outputs, counts, opts, whole)
+        return self._all_to_all(name, inputs, outputs, sizes, opts, whole)
 
     alltoall_base = all_to_all_single
 

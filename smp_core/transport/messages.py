@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from smp_core.errors import CollectiveMismatchError
@@ -136,20 +137,86 @@ def mismatch(
     return CollectiveMismatchError("\n".join(lines))
 
 
+def sizes_fit(operation: str, sent: Size, expected: Size) -> bool:
+    """Return whether a tensor of the one size may be received as one of the other. The parts of an
+    all_to_all_single are rows of larger tensors: their elements count, and not their shape.
+    """
+    if sent == expected:
+        return True
+    return operation == _OF_ROWS and elements(sent) == elements(expected)
+
+
 def pair_mismatch(
-    operation: str, source: Made, sent: Size, target: Made, expected: Size
-) -> CollectiveMismatchError:
-    """The verdict on a member that sends a tensor of another size than its receiver expects."""
-    sender, receiver = source[0], target[0]
+    operation: str,
+    places: Mapping[int, Place | None],
+    sent: Sequence[Sequence[Size]],
+    expected: Sequence[Sequence[Size]],
+) -> tuple[CollectiveMismatchError, int] | None:
+    """The verdict on members that send tensors of other sizes than their receivers expect, and the rank to
+    blame; None if there are none.
+
+    ``places``: by world rank, in group order, the line of each member's call. ``sent`` and ``expected``: each
+    member's sizes. An all-to-all sends a tensor to each member, a gathering each of its tensors to all.
+    """
+    ranks = [*places]
+    count, exchanges = len(ranks), operation.startswith("all_to_all")
+    pairs = []
+    for receiver, sizes in enumerate(expected):
+        for index, size in enumerate(sizes[: len(sizes) // count * count]):
+            sender = index % count
+            tensors, part = sent[sender], receiver if exchanges else index // count
+            if part < len(tensors) and not sizes_fit(operation, tensors[part], size):
+                pairs.append((sender, part, receiver, index))
+    if not pairs:
+        return None
+    sender, part, receiver, index = pairs[0]
+    source, target = ranks[sender], ranks[receiver]
+    what, sent_text, expected_text = _size_texts(sent[sender][part], expected[receiver][index])
+    sent_splits = expected_splits = ""
+    if operation == _OF_ROWS:
+        sent_text, sent_splits = _rows_text("input", sent[sender], part)
+        expected_text, expected_splits = _rows_text("output", expected[receiver], index)
+    sends = f"  rank {source} sends {sent_text} to rank {target}{sent_splits}"
+    expects = f"  rank {target} expects {expected_text} from rank {source}{expected_splits}"
+    lines = [
+        f"mismatch: {operation} differs in {what}",
+        sends + at(places[source]),
+        expects + at(places[target]),
+    ]
+    odd = set.intersection(*({ranks[sender], ranks[receiver]} for sender, _, receiver, _ in pairs))
+    if len(pairs) > 1 and len(odd) == 1:
+        (target,) = odd
+        lines.append(f"odd one out: rank {target}")
+    return CollectiveMismatchError("\n".join(lines)), target
+
+
+_OF_ROWS = "all_to_all_single"
+
+
+def _size_texts(sent: Size, expected: Size) -> tuple[str, str, str]:
+    """The property in which two sizes differ, and each of them in words."""
     counts = elements(sent), elements(expected)
-    what, texts = "element count", [f"{count} elements" for count in counts]
     if counts[0] == counts[1]:
-        what, texts = "shape", [f"shape {_shape(size)}" for size in (sent, expected)]
-    return CollectiveMismatchError(
-        f"mismatch: {operation} differs in {what}\n"
-        f"  rank {sender} sends {texts[0]} to rank {receiver}{at(source[2])}\n"
-        f"  rank {receiver} expects {texts[1]} from rank {sender}{at(target[2])}"
-    )
+        return "shape", f"shape {_shape(sent)}", f"shape {_shape(expected)}"
+    return "element count", _counted(counts[0], "element"), _counted(counts[1], "element")
+
+
+def _rows_text(tensor: str, parts: Sequence[Size], index: int) -> tuple[str, str]:
+    """A part of a tensor in words, and the split sizes of the tensor."""
+    shapes = [(part,) if isinstance(part, int) else part or (1,) for part in parts]
+    rows, *row = shapes[index]
+    text = _counted(rows, "element")
+    if row:
+        text = f"{_counted(rows, 'row')} of {_counted(math.prod(row), 'element')}"
+    return text, f" ({tensor} split sizes {_SPLITS.repr([shape[0] for shape in shapes])})"
+
+
+_SPLITS = reprlib.Repr()
+_SPLITS.maxlist = 16
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def elements(size: Size) -> int:

@@ -23,7 +23,6 @@ anywhere for ``patience`` seconds, and longer where much data may be on its way.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from pytest_smp.ranks.board.calls import (
@@ -638,23 +637,11 @@ def _post_difference(send: BoardPost, receive: BoardPost) -> str:
 
 
 def _pairs(meeting: BoardMeeting) -> tuple[CollectiveMismatchError, int] | None:
-    """The first pair of members that disagree on how much one sends to the other."""
+    """The verdict on members that disagree on how much one sends to another, and the rank to blame."""
     calls = [meeting.calls[rank] for rank in meeting.group.ranks]
-    size = len(calls)
-    for at, target in enumerate(calls):
-        expected = target.description.expected
-        for index, source in itertools.product(range(len(expected) // size), range(size)):
-            sent = calls[source].description.sent
-            # A gathering sends each of its tensors to all; an exchange a tensor to each.
-            place = at if target.description.operation.startswith("all_to_all") else index
-            if place < len(sent) and sent[place] != expected[index * size + source]:
-                made = calls[source].made(), target.made()
-                error = messages.pair_mismatch(
-                    target.description.operation,
-                    made[0],
-                    sent[place],
-                    made[1],
-                    expected[index * size + source],
-                )
-                return error, target.rank
-    return None
+    return messages.pair_mismatch(
+        calls[0].description.operation,
+        {call.rank: call.place for call in calls},
+        [call.description.sent for call in calls],
+        [call.description.expected for call in calls],
+    )

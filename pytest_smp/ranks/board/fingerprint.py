@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_smp.ranks.board.recorder import BoardRecorder, Description, Fields
-from smp_core.transport.messages import Size
+from smp_core.transport.messages import Size, elements
 from smp_core.transport.peers import Source
 
 #: Of a tensor: its dtype and shape.
@@ -202,7 +202,7 @@ def describe(key: Key, size: int) -> Description:
         # Rows that do not add up are an error of this rank alone, and no size that others could meet.
         if _rows_add_up(key, size):
             sent, expected = (
-                _rows(*each, size) for each in zip(brings + key.gets, key.cuts, strict=True)
+                _parts(*each, size) for each in zip(brings + key.gets, key.cuts, strict=True)
             )
     elif key.operation in _BY_PAIRS:
         sent, expected = (tuple(tuple(shape) for _, shape in of) for of in (brings, key.gets))
@@ -240,11 +240,12 @@ def _counts(of: Sequence[Spec]) -> tuple[int, ...]:
     return tuple(math.prod(shape) for _, shape in of)
 
 
-def _rows(spec: Spec, cuts: Sequence[int], size: int) -> tuple[int, ...]:
-    rows, count = (spec[1][0] if spec[1] else 1), math.prod(spec[1])
-    if not cuts:
-        return (count // size,) * size
-    return tuple(cut * (count // rows if rows else 0) for cut in cuts)
+def _parts(spec: Spec, cuts: Sequence[int], size: int) -> tuple[Size, ...]:
+    """The shapes into which a tensor is cut along its rows."""
+    rows, *row = spec[1] or (1,)
+    if not cuts and rows % size:  # what Gloo takes all the same, if the elements can be divided
+        return (math.prod(spec[1]) // size,) * size
+    return tuple((cut, *row) for cut in cuts or (rows // size,) * size)
 
 
 def _rows_add_up(key: Key, size: int) -> bool:
@@ -253,8 +254,8 @@ def _rows_add_up(key: Key, size: int) -> bool:
 
 
 def _adds_up(spec: Spec, cuts: Sequence[int], size: int) -> bool:
-    rows = _rows(spec, cuts, size)
-    return sum(rows) == math.prod(spec[1]) and min(rows) >= 0 and len(rows) == size
+    counts = [*map(elements, _parts(spec, cuts, size))]
+    return sum(counts) == math.prod(spec[1]) and min(counts) >= 0 and len(counts) == size
 
 
 def _dtypes(of: Sequence[Spec]) -> str:

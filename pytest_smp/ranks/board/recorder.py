@@ -60,8 +60,8 @@ class Description(NamedTuple):
 
     ``fields`` are the values that all members of the group must agree on, None if they are not known;
     ``told`` are further values for messages. ``sent`` and ``expected`` are sizes that are compared by
-    pairs of members: shapes of whole tensors, numbers of elements of parts. ``elements`` is the number of
-    elements that the call moves, 0 if some of its tensors are empty.
+    pairs of members: the shapes of tensors or of their parts, of a message its number of elements.
+    ``elements`` is the number of elements that the call moves, 0 if some of its tensors are empty.
     """
 
     operation: str

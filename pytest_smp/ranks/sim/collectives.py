@@ -7,7 +7,6 @@ memory.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -77,10 +76,7 @@ def all_gather(calls: list[Call]) -> Values:
     Raises CollectiveMismatchError if a member brings another size than another member expects.
     """
     columns = [*zip(*(call.data[0] for call in calls), strict=True)]
-    sent = [tensor for column in columns for tensor in column]
-    for target in calls:
-        for index, (tensor, expected) in enumerate(zip(sent, target.data[1], strict=True)):
-            _check_pair(calls[index % len(calls)], target, tensor, expected)
+    _check_pairs(calls)
     values = [value for column in columns for value in _snapshot(column)]
     return [values for _ in calls]
 
@@ -160,12 +156,9 @@ def all_to_all_single(calls: list[Call]) -> Values:
 
 
 def _check_pairs(calls: list[Call]) -> None:
-    for (sender, source), (receiver, target) in itertools.product(enumerate(calls), repeat=2):
-        _check_pair(source, target, source.data[0][receiver], target.data[1][sender])
-
-
-def _check_pair(source: Call, target: Call, tensor: Tensor, expected: messages.Size) -> None:
-    sent = tensor.numel() if isinstance(expected, int) else tuple(tensor.shape)
-    if sent != expected:
-        sender, receiver = ((call.rank, call.text(), call.place) for call in (source, target))
-        raise messages.pair_mismatch(source.operation, sender, sent, receiver, expected)
+    places = {call.rank: call.place for call in calls}
+    sent = [[tuple(tensor.shape) for tensor in call.data[0]] for call in calls]
+    expected = [call.data[1] for call in calls]
+    mismatch = messages.pair_mismatch(calls[0].operation, places, sent, expected)
+    if mismatch is not None:
+        raise mismatch[0]

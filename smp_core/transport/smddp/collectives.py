@@ -395,36 +395,25 @@ def _runs(sizes: Sequence[Any]) -> tuple[tuple[Any, int], ...]:
 
 
 def _sizes(runs: Any) -> list[messages.Size]:
-    return [
-        size if isinstance(size, int) else tuple(size) for size, count in runs for _ in range(count)
-    ]
+    return [tuple(size) for size, count in runs for _ in range(count)]
 
 
-def _fits(sent: messages.Size, expected: messages.Size) -> bool:
-    return (messages.elements(sent) if isinstance(expected, int) else sent) == expected
-
-
-def _check_pairs(rounds: Rounds, call: Collective, local: CallSizes, gathers: bool) -> int:
+def _check_pairs(rounds: Rounds, call: Collective, local: CallSizes) -> int:
     """The most elements that a member sends to another in the call.
 
     Raises CollectiveMismatchError where a pair of members disagrees in a size.
     """
-    size, ranks = rounds.size, rounds.ranks
     if rounds.sizes_equal and len(local[0]) == len(local[1]) == 1:
         (sent, _), (expected, _) = local[0][0], local[1][0]
-        if _fits(sent, expected):
+        if messages.sizes_fit(call.operation, sent, expected):
             return messages.elements(sent)
     gathered = rounds.gathered_sizes()
-    sends = [_sizes(sent) for sent, _ in gathered]
-    for receiver, (_, runs) in enumerate(gathered):
-        for index, expected in enumerate(_sizes(runs)):
-            sender = index % size
-            sent = sends[sender][index // size if gathers else receiver]
-            if not _fits(sent, expected):
-                source, target = ((ranks[each], "", None) for each in (sender, receiver))
-                count = messages.elements(sent) if isinstance(expected, int) else sent
-                raise messages.pair_mismatch(call.operation, source, count, target, expected)
-    return max(messages.elements(each) for sent in sends for each in sent)
+    sends, expects = ([_sizes(runs[side]) for runs in gathered] for side in (0, 1))
+    places = dict.fromkeys(rounds.ranks)
+    mismatch = messages.pair_mismatch(call.operation, places, sends, expects)
+    if mismatch is not None:
+        raise mismatch[0]
+    return max(messages.elements(size) for sizes in sends for size in sizes)
 
 
 def _pairwise(rounds: Rounds, transfer: Transfer, check: Callable[[], int], piece: int) -> Transfer:
@@ -452,7 +441,7 @@ def _all_gather(rounds: Rounds, call: Collective, sizes: CallSizes) -> Transfer:
         )
 
     def check() -> int:
-        _check_pairs(rounds, call, sizes, gathers=True)
+        _check_pairs(rounds, call, sizes)
         return int(length)
 
     transfer = _gather_rows(rounds, local, length, _each(places))
@@ -463,7 +452,7 @@ def _all_to_all(rounds: Rounds, call: Collective, sizes: CallSizes) -> Transfer:
     block = block_bytes(rounds.size)
 
     def check() -> int:
-        elements = _check_pairs(rounds, call, sizes, gathers=False)
+        elements = _check_pairs(rounds, call, sizes)
         return elements * call.brings[0].itemsize
 
     if call.whole is not None and all(len(runs) == 1 for runs in sizes):

@@ -307,6 +307,11 @@ def swapped(rank: int) -> None:
     dist.barrier()
 
 
+def other_splits(rank: int) -> None:
+    received = [2, 0, 1] if rank == 1 else [1, 1, 1]
+    dist.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2), received)
+
+
 def returns_early(rank: int) -> None:
     if rank != 2:
         dist.all_reduce(torch.ones(2))
@@ -407,9 +412,10 @@ def uneven_ddp_with_a_hook(rank: int) -> None:
         gather_object_that_one_rank_leaves_out,
         key_that_nobody_sets,
         counter_that_stays_short,
+        other_splits,
     ],
 )
-def test_deadlocks_read_as_on_sim(body: Body) -> None:
+def test_verdicts_read_as_on_sim(body: Body) -> None:
     assert verdict(body) == on_sim(body)
 
 

@@ -193,6 +193,7 @@ def test_what_all_gather_brings_must_be_what_the_others_expect(smp_world: Any, l
     sizes = {rank: 5 if rank == late else 4 for rank in range(3)}
     assert f"  rank {second} sends {sizes[second]} elements to rank {first}\n" in text
     assert f"  rank {first} expects {sizes[first]} elements from rank {second}\n" in text
+    assert text.endswith(f"\nodd one out: rank {late}")
 
 
 def test_all_gather_takes_tensors_of_different_sizes(smp_world: Any) -> None:
@@ -258,30 +259,41 @@ def test_the_same_ranks_are_merged_in_the_message(smp_world: Any) -> None:
     assert "  rank 7: all_reduce(reduce op=SUM, dtype=float32, shape=[5])" in text
 
 
-@pytest.mark.parametrize("form", ["lists", "single"])
-def test_all_to_all_splits(smp_world: Any, form: str) -> None:
-    """B016: what one sends, the other must expect."""
+@pytest.mark.parametrize(
+    ("form", "sent", "expected"),
+    [
+        ("lists", "6 elements to rank 1", "3 elements from rank 0"),
+        (
+            "single",
+            "2 rows of 3 elements to rank 1 (input split sizes [2, 2, 2])",
+            "1 row of 3 elements from rank 0 (output split sizes [1, 1, 1])",
+        ),
+    ],
+)
+def test_all_to_all_splits(smp_world: Any, form: str, sent: str, expected: str) -> None:
+    """B016: the rows that one sends, the other must expect."""
 
     def body() -> None:
-        rank = dist.get_rank()
-        received = [2, 2] if rank == 0 else [1, 2]  # rank 1 expects 1 from rank 0, which sends 2
+        received = [1, 1, 1] if dist.get_rank() == 1 else [2, 2, 2]
         if form == "lists":
-            dist.all_to_all([f32(count) for count in received], [f32(2), f32(2)])
+            outputs = [f32(rows, 3) for rows in received]
+            dist.all_to_all(outputs, [f32(2, 3) for _ in range(3)])
         else:
-            dist.all_to_all_single(f32(sum(received)), f32(4), received, [2, 2])
+            dist.all_to_all_single(f32(sum(received), 3), f32(6, 3), received)
 
-    text = mismatch(smp_world.report(body, ranks=2))
+    lines = mismatch(smp_world.report(body, ranks=3)).splitlines()
     name = "all_to_all" if form == "lists" else "all_to_all_single"
-    lines = text.splitlines()
-    assert lines[0].startswith(f"mismatch: {name} ")
-    assert lines[0].endswith(" differs in element count")
-    assert any("rank 0 sends 2 elements to" in line for line in lines)
-    assert any("rank 1 expects 1 elements from" in line for line in lines)
+    assert lines[0] == f"mismatch: {name} differs in element count"
+    assert lines[1] == f"  rank 0 sends {sent}"
+    assert lines[3] == f"  rank 1 expects {expected}"
+    assert lines[5:] == ["odd one out: rank 1"]
     assert sum(THIS_FILE in line for line in lines) == 2
 
 
 def test_all_to_all_splits_name_world_ranks(smp_world: Any) -> None:
-    """In a group in another order, the message speaks of ranks of the world as all others do."""
+    """In a group in another order, the message speaks of ranks of the world as all others do. Of one pair
+    nobody can tell which is the odd one.
+    """
 
     def body() -> None:
         rank = dist.get_rank()
@@ -292,8 +304,9 @@ def test_all_to_all_splits_name_world_ranks(smp_world: Any) -> None:
             dist.all_to_all_single(f32(3), f32(4), [1, 2], [2, 2], group=group)
 
     text = mismatch(smp_world.report(body, ranks=3))
-    assert "  rank 2 sends 2 elements to rank 0" in text
-    assert "  rank 0 expects 1 elements from rank 2" in text
+    assert "  rank 2 sends 2 elements to rank 0 (input split sizes [2, 2])" in text
+    assert "  rank 0 expects 1 element from rank 2 (output split sizes [1, 2])" in text
+    assert "odd one out" not in text
 
 
 @pytest.mark.parametrize(

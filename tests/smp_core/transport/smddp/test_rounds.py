@@ -65,6 +65,10 @@ def test_every_rank_learns_of_calls_that_differ(tmp_path: Path) -> None:
         outputs = [torch.empty(2 if rank == 2 else 1) for _ in range(RANKS)]
         inputs = [torch.ones(1) for _ in range(RANKS)]
         reported.append(text_of(CollectiveMismatchError, lambda: dist.all_to_all(outputs, inputs)))
+        output, rows = torch.empty(RANKS, 2), torch.ones(RANKS * (2 if rank == 2 else 1), 2)
+        reported.append(
+            text_of(CollectiveMismatchError, lambda: dist.all_to_all_single(output, rows))
+        )
         dist.barrier()  # the group serves on
         return reported
 
@@ -72,7 +76,12 @@ def test_every_rank_learns_of_calls_that_differ(tmp_path: Path) -> None:
     assert all(reported == first for reported in others)
     assert "call 1 on group WORLD differs in shape" in first[0]
     assert "odd one out: rank 1" in first[0]
-    assert "rank 0 sends 1 elements to rank 2" in first[1]
+    assert "rank 0 sends 1 element to rank 2" in first[1]
+    assert "odd one out: rank 2" in first[1]
+    ones, twos = [1] * RANKS, [2] * RANKS
+    assert f"rank 2 sends 2 rows of 2 elements to rank 0 (input split sizes {twos})" in first[2]
+    assert f"rank 0 expects 1 row of 2 elements from rank 2 (output split sizes {ones})" in first[2]
+    assert "odd one out: rank 2" in first[2]
 
 
 def test_calls_of_different_lengths_differ_and_the_group_serves_on(tmp_path: Path) -> None:
