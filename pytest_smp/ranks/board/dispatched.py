@@ -19,6 +19,7 @@ calls are on one group and in order, so a rank that the next one helps has got p
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -191,7 +192,7 @@ class Dispatched:
         group = self._group(args[at])
         if group is None:
             return None
-        key, size = key_of(args), len(group.ranks)
+        key, size = key_of(args).with_tensor(sys._getframe(1)), len(group.ranks)
         if by_reducer and key.op is UNKNOWN:
             key = key._replace(op="SUM")  # it divides by itself
         return self._recorder.collective(

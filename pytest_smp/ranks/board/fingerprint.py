@@ -7,12 +7,14 @@ from each key once. The fields that members must agree on are those that `sim` c
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from pytest_smp.ranks.board.recorder import BoardRecorder, Description, Fields
+from smp_core.transport.ddp_calls import ddp_tensor
 from smp_core.transport.messages import Size, elements
 from smp_core.transport.peers import Source
 
@@ -23,7 +25,7 @@ Spec = tuple[torch.dtype, torch.Size]
 class Key(NamedTuple):
     """A call, with the tensors that the rank brings and gets.
 
-    ``cuts`` are the two lists of rows of an all_to_all_single.
+    ``cuts`` are the two lists of rows of an all_to_all_single, ``tensor`` is what DDP brings.
     """
 
     operation: str
@@ -32,6 +34,17 @@ class Key(NamedTuple):
     brings: tuple[Spec, ...]
     gets: tuple[Spec, ...] = ()
     cuts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    tensor: str = ""
+
+    def with_tensor(self, frame: types.FrameType) -> Key:
+        """The key, with the tensor's name if DDP makes the call on its own account.
+
+        ``frame``: see ddp_tensor.
+        """
+        if not self.brings:
+            return self
+        tensor = ddp_tensor(frame, self.operation, self.brings[0][0])
+        return self._replace(tensor=tensor) if tensor else self
 
 
 def specs(tensors: Any) -> tuple[Spec, ...]:
@@ -196,6 +209,8 @@ def describe(key: Key, size: int) -> Description:
             fields.append(shape)
         elif key.operation.startswith("all_gather"):
             told = (shape,)
+    if key.tensor:
+        told = (*told, ("tensor", key.tensor))
     sent: tuple[Size, ...] = ()
     expected: tuple[Size, ...] = ()
     if key.operation == "all_to_all_single":

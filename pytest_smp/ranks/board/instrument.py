@@ -262,7 +262,7 @@ def _collective_number(
     recorder: BoardRecorder, group: Known, name: str, key_of: Method, args: Any, kwargs: Any
 ) -> int:
     try:
-        key = key_of(*args, **kwargs)
+        key = key_of(*args, **kwargs).with_tensor(sys._getframe(2))
         hash(key)
     except Exception:  # arguments that torch takes and we do not know, or that it will refuse
         return recorder.collective(group.number, name, lambda: fingerprint.unknown(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from pytest_smp.ranks.sim.work import SimWork
 from smp_core.errors import ArgumentError, NotInitializedError
 from smp_core.transport.call_lines import line_of
 from smp_core.transport.checked_group import CheckedGroup, Collective
+from smp_core.transport.ddp_calls import ddp_tensor
 from smp_core.transport.memory import InFlightBuffer
 from smp_core.transport.peers import Source
 from smp_core.transport.protocols import Group
@@ -82,7 +84,12 @@ class SimProcessGroup(CheckedGroup):
     def _collective(self, call: Collective, opts: Any) -> SimWork:
         """See CheckedGroup."""
         context = self._enter(call.operation)
-        made = Call(call.operation, call.fields, None, caller_place(), told=call.told)
+        place, told = caller_place(), call.told
+        tensors = call.brings or call.gets
+        if not _users(place) and tensors:
+            tensor = ddp_tensor(sys._getframe(1), call.operation, tensors[0].dtype)
+            told = (*told, ("tensor", tensor)) if tensor else told
+        made = Call(call.operation, call.fields, None, place, told=told)
         whole = call.whole
         if context.job.records_calls:
             tensors = whole[:1] if whole is not None else call.brings or call.gets

@@ -420,19 +420,21 @@ def test_verdicts_read_as_on_sim(body: Body) -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "tensor"),
     [
-        by_its_future,
-        by_futures_of_it,
-        uneven_ddp,
-        uneven_ddp_at_last,
-        uneven_ddp_with_buffers,
-        uneven_ddp_with_a_hook,
+        (by_its_future, "[2]"),
+        (by_futures_of_it, "[2]"),
+        (uneven_ddp, "[3], tensor=the order of DDP's buckets"),
+        (uneven_ddp_at_last, "[8], tensor=DDP's bucket"),
+        (uneven_ddp_with_buffers, "[4], tensor=DDP's buffers"),
+        (uneven_ddp_with_a_hook, "[8], tensor=DDP's bucket"),
     ],
 )
-def test_waits_for_futures_and_in_ddp_read_as_on_sim(body: Body) -> None:
+def test_waits_for_futures_and_in_ddp_read_as_on_sim(body: Body, tensor: str) -> None:
     """Of two ranks: Gloo carries a broadcast from rank to rank, so of more it lets some go on."""
-    assert verdict(body, 2) == on_sim(body, 2)
+    message = verdict(body, 2)
+    assert f"shape={tensor}) [group WORLD" in message
+    assert message == on_sim(body, 2)
 
 
 def test_groups_entered_in_different_orders() -> None:
@@ -494,7 +496,10 @@ def test_ddp_whose_other_rank_stops() -> None:
             model(torch.ones(1, 4)).sum().backward()
 
     message = verdict(body)
-    assert "ranks 0, 2 wait in all_reduce(reduce op=SUM, dtype=float32, shape=[20])" in message
+    assert (
+        "ranks 0, 2 wait in all_reduce(reduce op=SUM, dtype=float32, shape=[20], tensor=DDP's bucket)"
+        in message
+    )
     assert ", by Tensor.backward:  model(torch.ones(1, 4))" in message
     assert "which has returned without a matching call" in message
 
