@@ -86,8 +86,10 @@ _WORLD = (
         "GroupName",
         "_unregister_all_process_groups",
         "_register_process_group",
+        "_unregister_process_group",
         "_update_default_pg",
         "_world",
+        "_WorldMeta.WORLD",
         "init_process_group.__wrapped__",
         *(
             f"_World.{name}"
@@ -139,6 +141,10 @@ _NATIVE = (
         "ops._c10d_functional.batch_p2p_ops.default",
     ),
 )
+_PHASES = (
+    *_parts("torch._C", "_current_graph_task_id"),
+    *_parts("torch.nn", "Module._call_impl.__code__"),
+)
 _WAIT = _parts("torch", "ops._c10d_functional.wait_tensor.default")
 _OPTIONS = _parts(
     _C10D,
@@ -158,6 +164,7 @@ PARTS: dict[str, tuple[TorchPart, ...]] = {
         *_WAIT,
         *_PROFILER,
         *_NATIVE,
+        *_PHASES,
         *_parts(_C, "Store", "_set_thread_isolation_mode"),
         TorchPart("torch.distributed.c10d_logger", "_get_msg_dict", calls=1),
         TorchPart(_C10D, "_new_process_group_helper", calls=6),
@@ -176,6 +183,7 @@ PARTS: dict[str, tuple[TorchPart, ...]] = {
     ),
     "rank processes": (
         *_WORLD,
+        *_PHASES,
         *_parts("torch", "_GLOBAL_DEVICE_CONTEXT"),
         *_parts(_C10D, "PrefixStore", "destroy_process_group"),
         TorchPart(_C10D, "_new_process_group_helper", takes=("timeout", "group_desc"), calls=6),
@@ -185,7 +193,7 @@ PARTS: dict[str, tuple[TorchPart, ...]] = {
         *_WAIT,
         *_parts(_C10D, "_world", "_new_group_with_tag"),
         *_parts(_C, "ProcessGroup", "ProcessGroup.unbox"),
-        *_parts("torch._C", "_dispatch_keyset_full_after", "DispatchKey.BackendSelect"),
+        *_parts("torch._C", "_dispatch_keyset_full_after", "DispatchKey.BackendSelect", "Future"),
         *_parts("torch.distributed", "_verify_params_across_processes"),
         *_parts("torch.autograd", "_engine_run_backward", "Variable._execution_engine"),
     ),

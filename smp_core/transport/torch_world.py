@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from smp_core.errors import RankError
 from smp_core.transport import messages
 from smp_core.transport.stack_frames import Place, caller_place
+from smp_core.transport.torch_imports import install_import_defaults
 
 _unregister_all: Any = c10d._unregister_all_process_groups  # type: ignore[attr-defined]
 _register: Any = c10d._register_process_group  # type: ignore[attr-defined]
@@ -163,6 +164,7 @@ class TorchWorld:
 
     def __init__(self) -> None:
         install_joining()
+        install_import_defaults()
         self._state = _ProcessWorld(self)
         self._own: set[Any] = set()  # the groups that stay from run to run
         self._tables: dict[str, dict[Any, Any]] = {}  # what torch.distributed knows of them

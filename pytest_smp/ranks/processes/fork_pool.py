@@ -32,7 +32,6 @@ _START = (
 #: The modules that a fork server imports before it forks.
 PRELOAD = (
     "torch",
-    "torch.distributed.nn.functional",  # its default arguments capture the default group: now none
     "numpy.random",
     "smp_core.torch",
     "pytest_smp.ranks.board.instrument",

@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed.nn.functional  # its default arguments capture the default group at import: now there is none
 from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
@@ -25,6 +24,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_hand
 from pytest_smp.ranks.sim import profiling
 from smp_core.errors import ThreadError, UnsupportedError
 from smp_core.transport import current_rank, native_calls
+from smp_core.transport.torch_imports import install_import_defaults
 from smp_core.transport.torch_world import RankWorld, install_joining
 
 DEFAULT_NAME = "0"  # torch's own for the default process group: names are numbers
@@ -183,6 +183,7 @@ class rank_worlds:
 
     def enter(self) -> None:
         install_joining()
+        install_import_defaults()
         self._world, self._excepthook = c10d._world, sys.excepthook
         c10d._world = _Router(self._world)  # type: ignore[assignment]
         set_thread_isolation_mode(True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Iterator
@@ -135,15 +137,30 @@ def test_trap_2_a_group_of_an_earlier_run_is_refused(smp_world: Any) -> None:
     assert "process group belongs to rank 0" in str(report.error)
 
 
-def test_trap_2_the_default_arguments_of_nn_functional_hold_no_group() -> None:
-    """The backend imports the module while no world exists, so they mean "the caller's own"."""
-    import inspect
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("module", "function", "parameter"),
+    [
+        ("torch.distributed.nn.functional", "all_reduce", "group"),
+        ("torch.distributed.optim.zero_redundancy_optimizer", "_broadcast_object", "group"),
+        ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler", "process_group"),
+    ],
+)
+def test_trap_2_default_arguments_of_torch_hold_no_group(
+    smp_world: Any, module: str, function: str, parameter: str
+) -> None:
+    """A rank imports the module, and the default means "the caller's own" all the same."""
 
-    import torch.distributed.nn.functional as functional
+    def body() -> Any:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.loader is not None
+        fresh = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fresh)
+        assert dist.group.WORLD is not None
+        return inspect.signature(getattr(fresh, function)).parameters[parameter].default
 
-    for name in ("broadcast", "gather", "scatter", "reduce", "all_gather", "all_to_all"):
-        default = inspect.signature(getattr(functional, name)).parameters["group"].default
-        assert default is None
+    assert smp_world.run(body, ranks=2) == [None, None]
 
 
 def test_trap_3_polling_is_completed_hands_over(smp_world: Any) -> None:
