@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from pytest_smp.ranks.module_loads import ModuleLoads
 from pytest_smp.ranks.warning_registries import WarningRegistries
 from pytest_smp.ranks.working_folders import WorkingFolders
 
@@ -33,9 +34,6 @@ class Attribute(NamedTuple):
 
     module: str
     path: str
-    initial: Any = (
-        None  # its value in a fresh process, of a module that a rank may be the first to load
-    )
 
 
 class Switch(NamedTuple):
@@ -66,6 +64,10 @@ _CONTAINERS = (
     (f"{_CP}._sharding_rules", "_original_strategies"),
     ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.results"),
     ("torch.distributed.fsdp._debug_utils", "SimpleProfiler.profiling"),
+    *(  # DefaultSavePlanner(enable_plan_caching=True)
+        ("torch.distributed.checkpoint.planner", f"SavePlanner._cached_{name}")
+        for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
+    ),
 )
 
 #: State of the process that contexts and setters of torch.distributed write.
@@ -128,7 +130,6 @@ STATES: tuple[Attribute | Switch, ...] = (
     Attribute(
         "tensorflow.python.eager.polymorphic_function.eager_function_run",
         "RUN_FUNCTIONS_EAGERLY",
-        initial=False,
     ),
     Switch("torch", ("is_anomaly_enabled", "is_anomaly_check_nan_enabled"), "set_anomaly_enabled"),
     Switch(
@@ -403,7 +404,8 @@ class RankStates:
         warnings._add_filter = own_filter  # type: ignore[attr-defined]
         modules.RemovableHandle = own_handle
         try:
-            with self._warnings.watched():
+            loads = ModuleLoads({state.module for state in STATES}, self._extend)
+            with self._warnings.watched(), loads:
                 yield
         finally:
             modules.RemovableHandle = handle
@@ -412,16 +414,20 @@ class RankStates:
             os.putenv, os.unsetenv = self._putenv, self._unsetenv
             self._restore_environment()
             _Shared.ranks_run = False
-            self._reset_loaded()
             self._folders.close()
 
-    def _reset_loaded(self) -> None:
-        """Undo the changes in modules that the ranks have loaded."""
-        for state in STATES:
-            if isinstance(state, Attribute) and state.initial is not None:
-                found = _attribute(state)
-                if found is not None and f"{state.module}.{state.path}" not in self._names:
-                    setattr(*found, state.initial)
+    def _extend(self) -> None:
+        """Take in the state of a module that a rank has loaded: each rank starts with what it has now."""
+        _share_containers()
+        before = self._names
+        self._read, self._writes, self._filters, self._names = _look()
+        now = dict(zip(self._names, self._read(), strict=True))
+
+        def extended(values: Values) -> Values:
+            return tuple((now | dict(zip(before, values, strict=True))).values())
+
+        self._outside = extended(self._outside)
+        self._ranks = [None if values is None else extended(values) for values in self._ranks]
 
     def _own_hooks(self, hooks: Any, modules: tuple[Any, ...]) -> dict[int, Any]:
         """Copies of all global hooks of the module that ``hooks`` are of, if they are still the

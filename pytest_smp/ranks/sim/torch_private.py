@@ -21,6 +21,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
+from pytest_smp.ranks.module_loads import ModuleLoads
 from pytest_smp.ranks.sim import profiling
 from smp_core.errors import ThreadError, UnsupportedError
 from smp_core.transport import current_rank, native_calls
@@ -178,10 +179,39 @@ def register_once(name: Any, group: Any) -> None:
         register_process_group(name, group)
 
 
+_PROCESS_CHECKPOINTS = "torch.distributed.checkpoint._async_process_executor"
+
+
+def _refuse_process_checkpoints() -> None:
+    """Let a rank make no process that saves: torch keeps one for all ranks of the process."""
+    module = sys.modules.get(_PROCESS_CHECKPOINTS)
+    executor: Any = getattr(module, "_ProcessBasedAsyncCheckpointExecutor", None)
+    if executor is None or hasattr(executor.__init__, "__wrapped__"):
+        return
+    make = executor.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        if current_rank.current() is not None:
+            raise UnsupportedError(
+                "async_save with AsyncCheckpointerType.PROCESS: the ranks of sim are threads of one process, and "
+                "torch keeps one saving process for all of them. Save by AsyncCheckpointerType.THREAD, or run "
+                "the ranks as processes (--smp-backend=gloo)"
+            )
+        make(self, *args, **kwargs)
+
+    executor.__init__ = made
+
+
 class rank_worlds:
     """While entered, rank threads have a torch.distributed state each."""
 
+    def __init__(self) -> None:
+        self._loads = ModuleLoads({_PROCESS_CHECKPOINTS}, _refuse_process_checkpoints)
+
     def enter(self) -> None:
+        _refuse_process_checkpoints()
+        self._loads.__enter__()
         install_joining()
         install_import_defaults()
         self._world, self._excepthook = c10d._world, sys.excepthook
@@ -196,6 +226,7 @@ class rank_worlds:
         profiling.enter()
 
     def leave(self) -> None:
+        self._loads.__exit__()
         profiling.leave()
         c10d_logger._get_msg_dict = _full_message
         c10d._new_process_group_helper = make_group

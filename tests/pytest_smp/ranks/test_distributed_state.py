@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._debug_utils import SimpleProfiler
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -67,3 +70,16 @@ def test_simple_profiler_of_fsdp_is_a_ranks_own(smp_world: Any) -> None:
 
     assert smp_world.run(body, ranks=2) == [[SimpleProfiler.Type.ALL]] * 2
     assert not SimpleProfiler.results
+
+
+def test_cached_plans_of_checkpoints_are_a_ranks_own(smp_world: Any, tmp_path: Any) -> None:
+    def body() -> list[float]:
+        own = f"of rank {dist.get_rank()}"
+        for step in (1.0, 2.0):
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            save({own: torch.tensor([step])}, checkpoint_id=tmp_path / str(step), planner=planner)
+        loaded = {own: torch.zeros(1)}
+        load(loaded, checkpoint_id=tmp_path / "2.0")
+        return list(loaded[own].tolist())
+
+    assert smp_world.run(body, ranks=2) == [[2.0]] * 2

@@ -294,21 +294,25 @@ SAME = {f"PRINT_OPTS.{name}" for name in ("threshold", "edgeitems", "linewidth",
 }
 
 
-def test_a_module_that_a_rank_loads_is_reset(smp_world, monkeypatch, tmp_path):
-    (tmp_path / "loaded_late.py").write_text("switch = False")
+def test_state_of_a_module_that_a_rank_loads_is_a_ranks_own(smp_world, monkeypatch, tmp_path):
+    (tmp_path / "loaded_late.py").write_text("switch = 0\ntable = {}")
     monkeypatch.syspath_prepend(tmp_path)
-    late = rank_state.Attribute("loaded_late", "switch", initial=False)
-    monkeypatch.setattr(rank_state, "STATES", (*rank_state.STATES, late))
+    late = [rank_state.Attribute("loaded_late", name) for name in ("switch", "table")]
+    monkeypatch.setattr(rank_state, "STATES", (*rank_state.STATES, *late))
+    monkeypatch.setattr(rank_state, "_CONTAINERS", (*rank_state._CONTAINERS, late[1]))
 
     def body():
+        smp.barrier()
         import loaded_late
 
-        loaded_late.switch = True
-        return loaded_late.switch
+        loaded_late.switch += 1
+        loaded_late.table[smp.rank()] = True
+        smp.barrier()
+        return loaded_late.switch, dict(loaded_late.table)
 
     for _ in range(2):  # with the module loaded in the run, and before it
-        assert smp_world.run(body, ranks=2) == [True, True]
-        assert sys.modules["loaded_late"].switch is False
+        assert smp_world.run(body, ranks=3) == [(1, {rank: True}) for rank in range(3)]
+        assert (sys.modules["loaded_late"].switch, sys.modules["loaded_late"].table) == (0, {})
 
 
 def test_what_is_set_around_the_run_holds_in_it(smp_world, monkeypatch):

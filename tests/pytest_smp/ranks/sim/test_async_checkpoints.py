@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 from pytest_smp.ranks.protocols import VerdictKind
+from smp_core.errors import UnsupportedError
 
 
 def save(folder: Any) -> Any:
@@ -41,3 +43,11 @@ def test_checkpoint_that_one_rank_leaves_out_is_a_deadlock(smp_world: Any, tmp_p
     report = smp_world.report(body, ranks=3)
     assert report.verdict is VerdictKind.DEADLOCK
     assert "in thread 'AsyncCheckpointExecutor_0'" in str(report.error)
+
+
+def test_process_that_saves_for_one_rank_is_refused(smp_world: Any, tmp_path: Any) -> None:
+    def body() -> None:
+        with pytest.raises(UnsupportedError, match="AsyncCheckpointerType.PROCESS"):
+            async_save({}, checkpoint_id=tmp_path, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+
+    smp_world.run(body, ranks=2)
