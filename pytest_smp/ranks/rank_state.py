@@ -92,6 +92,8 @@ TORCH_DISTRIBUTED: tuple[Attribute, ...] = (
         )
     ),
     Attribute("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module"),
+    Attribute("torch", "UntypedStorage.resize_"),  # MemTracker
+    Attribute("warnings", "formatwarning"),  # ModTracker
 )
 
 #: All state that a process has once and a rank has for itself.

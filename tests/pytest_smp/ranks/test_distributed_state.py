@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -83,3 +84,23 @@ def test_cached_plans_of_checkpoints_are_a_ranks_own(smp_world: Any, tmp_path: A
         return list(loaded[own].tolist())
 
     assert smp_world.run(body, ranks=2) == [[2.0]] * 2
+
+
+def test_storage_is_tracked_on_the_rank_that_entered_the_tracker(smp_world: Any) -> None:
+    resize = torch.UntypedStorage.resize_
+
+    def body() -> list[bool]:
+        plain = []
+        if dist.get_rank():
+            dist.barrier()  # enters when rank 0 is in, and leaves when it is out
+        with MemTracker():
+            plain.append(torch.UntypedStorage.resize_ is resize)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                dist.barrier()
+        plain.append(torch.UntypedStorage.resize_ is resize)
+        dist.barrier()
+        return plain
+
+    assert smp_world.run(body, ranks=2) == [[False, True]] * 2
+    assert torch.UntypedStorage.resize_ is resize

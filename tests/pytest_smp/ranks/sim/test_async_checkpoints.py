@@ -47,7 +47,9 @@ def test_checkpoint_that_one_rank_leaves_out_is_a_deadlock(smp_world: Any, tmp_p
 
 def test_process_that_saves_for_one_rank_is_refused(smp_world: Any, tmp_path: Any) -> None:
     def body() -> None:
-        with pytest.raises(UnsupportedError, match="AsyncCheckpointerType.PROCESS"):
-            async_save({}, checkpoint_id=tmp_path, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+        with pytest.raises(UnsupportedError, match=r"AsyncCheckpointerType\.PROCESS"):
+            async_save(
+                {}, checkpoint_id=tmp_path, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+            )
 
     smp_world.run(body, ranks=2)
