@@ -16,8 +16,8 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Self
 
 from pytest_smp.ranks.faults import FullDisk
 from smp_core.transport import current_rank
@@ -58,103 +58,122 @@ class _File(io.FileIO):
 class Quota:
     """While entered, this rank's files find no more room than these faults leave."""
 
+    #: Those of all ranks of the process: the first to come patches, the last to go restores.
+    _entered: ClassVar[list[Quota]] = []
+    _patches = contextlib.ExitStack()
+
     def __init__(self, faults: Sequence[FullDisk]) -> None:
         self._rooms = [_Room(fault) for fault in faults]
-        self._rank = self._context()
-        self._stack = contextlib.ExitStack()
+        self._rank = current_rank.current()
 
-    @staticmethod
-    def _context() -> object:
-        return current_rank.current()
+    def __enter__(self) -> Self:
+        if self._rooms:
+            if not self._entered:
+                self._patches.enter_context(_patched())
+            self._entered.append(self)
+        return self
 
-    def _room(self, file: object) -> _Room | None:
-        if not isinstance(file, str | os.PathLike) or self._context() is not self._rank:
+    def __exit__(self, *_: object) -> None:
+        if self._rooms:
+            self._entered.remove(self)
+            if not self._entered:
+                self._patches.close()
+
+    @classmethod
+    def room(cls, file: object) -> _Room | None:
+        """Return the room that the calling rank has for this file, where that is limited."""
+        if not isinstance(file, str | os.PathLike):
             return None
         path = os.fspath(file)
         if isinstance(path, bytes):
             path = os.fsdecode(path)
-        return next((room for room in self._rooms if room.holds(path)), None)
+        rank = current_rank.current()
+        rooms = (room for quota in cls._entered if quota._rank is rank for room in quota._rooms)
+        return next((room for room in rooms if room.holds(path)), None)
 
-    def __enter__(self) -> Self:
-        if self._rooms:
-            original = io.open
-            self._put(builtins, "open", self._opening(original))
-            self._put(io, "open", builtins.open)
-            for name in _SHORT_CUTS & vars(shutil).keys():
-                self._put(shutil, name, False)
-            serialization = sys.modules.get("torch.serialization")
-            if serialization is not None:
-                writer = serialization._open_zipfile_writer_file
-                self._put(writer, "__init__", self._native(writer.__init__))
-                self._put(writer, "__exit__", self._ending(writer.__exit__))
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    """While entered, what opens files asks for the calling rank's room."""
+    with contextlib.ExitStack() as stack:
 
-    def _put(self, owner: Any, name: str, value: Any) -> None:
-        self._stack.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
 
-    def _opening(self, original: Any) -> Any:
-        def open(
-            file: Any,
-            mode: str = "r",
-            buffering: int = -1,
-            encoding: str | None = None,
-            errors: str | None = None,
-            newline: str | None = None,
-            closefd: bool = True,
-            opener: Any = None,
-        ) -> Any:
-            room = self._room(file) if set(mode) & set("wax+") else None
-            if room is None:
-                return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-            raw = _File(room, file, mode.replace("b", "").replace("t", ""), closefd, opener)
-            if buffering == 0:
-                return raw
-            buffered: Any = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            if "b" in mode:
-                return buffered
-            return io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1)
+        put(builtins, "open", _opening(io.open))
+        put(io, "open", builtins.open)
+        for name in _SHORT_CUTS & vars(shutil).keys():
+            put(shutil, name, False)
+        serialization = sys.modules.get("torch.serialization")
+        if serialization is not None:
+            writer = serialization._open_zipfile_writer_file
+            put(writer, "__init__", _native(writer.__init__))
+            put(writer, "__exit__", _ending(writer.__exit__))
+        yield
 
-        return open
 
-    def _native(self, original: Any) -> Any:
-        def __init__(writer: Any, name: str) -> None:
-            room = self._room(name)
-            if room is not None:
-                writer._smp_limits = room, resource.getrlimit(resource.RLIMIT_FSIZE)
-                _limit(room.left, writer._smp_limits[1])
-            try:
-                original(writer, name)
-            except BaseException:
-                self._lift(writer)
-                raise
+def _opening(original: Any) -> Any:
+    def open(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        room = Quota.room(file) if set(mode) & set("wax+") else None
+        if room is None:
+            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        raw = _File(room, file, mode.replace("b", "").replace("t", ""), closefd, opener)
+        if buffering == 0:
+            return raw
+        buffered: Any = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        if "b" in mode:
+            return buffered
+        return io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1)
 
-        return __init__
+    return open
 
-    def _ending(self, original: Any) -> Any:
-        def __exit__(writer: Any, *args: Any) -> None:
-            failed = True
-            try:
-                original(writer, *args)
-                failed = any(args)
-            finally:
-                if failed and hasattr(writer, "_smp_limits"):
-                    _cut_off(writer.name)
-                self._lift(writer)
 
-        return __exit__
+def _native(original: Any) -> Any:
+    def __init__(writer: Any, name: str) -> None:
+        room = Quota.room(name)
+        if room is not None:
+            writer._smp_limits = room, resource.getrlimit(resource.RLIMIT_FSIZE)
+            _limit(room.left, writer._smp_limits[1])
+        try:
+            original(writer, name)
+        except BaseException:
+            _lift(writer)
+            raise
 
-    @staticmethod
-    def _lift(writer: Any) -> None:
-        limits = getattr(writer, "_smp_limits", None)
-        if limits is not None:
-            room, before = limits
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            with contextlib.suppress(OSError):
-                room.left = max(0, room.left - os.path.getsize(writer.name))
+    return __init__
+
+
+def _ending(original: Any) -> Any:
+    def __exit__(writer: Any, *args: Any) -> None:
+        failed = True
+        try:
+            original(writer, *args)
+            failed = any(args)
+        finally:
+            if failed and hasattr(writer, "_smp_limits"):
+                _cut_off(writer.name)
+            _lift(writer)
+
+    return __exit__
+
+
+def _lift(writer: Any) -> None:
+    limits = getattr(writer, "_smp_limits", None)
+    if limits is not None:
+        room, before = limits
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with contextlib.suppress(OSError):
+            room.left = max(0, room.left - os.path.getsize(writer.name))
 
 
 def _cut_off(path: str) -> None:

@@ -143,6 +143,24 @@ def test_torch_save_leaves_a_torn_file(run, tmp_path):
     assert report.values[1] == (False, 5000)
 
 
+@pytest.mark.parametrize("first", range(RANKS))
+def test_disk_of_a_rank_stays_full_when_the_body_of_another_ends(run, tmp_path, first):
+    def body(folder):
+        smp.barrier()  # both bodies have begun
+        if smp.rank() == first:
+            smp.send("ends", 1 - first, smp.RankType.WORLD_RANK)
+        else:
+            smp.recv_from(
+                first, smp.RankType.WORLD_RANK
+            )  # on sim the sender keeps the turn, and ends
+        return _number(lambda: shutil.copyfile(__file__, folder / f"{smp.rank()}"))
+
+    faults = [FullDisk(rank=rank, below=tmp_path) for rank in range(RANKS)]
+    report = run(body, *faults)
+    assert report.values == [errno.ENOSPC] * RANKS, report.error
+    assert repr(open) == "<built-in function open>"
+
+
 def test_nothing_stays_of_it(run, tmp_path):
     def body(folder):
         path = folder / f"clean-{smp.rank()}.pt"
