@@ -61,7 +61,7 @@ class _Module:
         self._walk(tree, _Scope(module, self._bindings(tree, module), None, None))
 
     def _bindings(self, scope: ast.AST, prefix: str) -> dict[str, str | None]:
-        """What the statements of a scope bind: its dotted name, and None for a variable of a function."""
+        """Each name that a scope binds, with the dotted name behind it, or None for a variable of a function."""
         names: dict[str, str | None] = {}
         outer: set[str] = set()
         function = isinstance(scope, _FUNCTIONS)
