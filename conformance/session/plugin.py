@@ -156,9 +156,9 @@ def smp_engine(request: pytest.FixtureRequest) -> str:
 
 
 class _Running:
-    """The wrapper around a running test.
+    """The wrappers around the phases of a test.
 
-    A wrapper is visible in tracebacks, so only sessions of the suite register this one.
+    A wrapper is visible in tracebacks, so only sessions of the suite register these.
     """
 
     def __init__(self, suite: SuiteSession) -> None:
@@ -167,7 +167,21 @@ class _Running:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         __tracebackhide__ = True
-        with self._suite.adjusted(item):
+        with self._suite.adjusted(item), self._suite.watched(item, "call"):
+            return (yield)
+
+    # Innermost, as below.
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        with self._suite.watched(item, "setup"):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        __tracebackhide__ = True
+        with self._suite.watched(item, "teardown"):
             return (yield)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import sys
 import time
+import unittest
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from conformance.engines.protocol import Engine, EngineError, used
 from conformance.requirements.registry import Level, Need, Registry, RequirementError
 from conformance.session import amounts, expectations, options, report
 from conformance.session.certification import Certification, certification
+from conformance.session.executions import Execution
 from conformance.session.expectations import Expectation, ExpectationError
 from conformance.session.results import HERE, PropertyResult, argument
 from conformance.session.verdicts import (
@@ -51,8 +53,20 @@ _SIBLINGS = (
     "requirement_properties"  # the requirement's number of properties, deselected ones included
 )
 _TOLD = "conformance"  # outcome, error and notes of a property that did not pass, in JSON
-_FAILURES = {PropertyOutcome.ERROR, PropertyOutcome.FAILED, PropertyOutcome.WAIVED}
 _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
+_EXECUTION: pytest.StashKey[Execution] = pytest.StashKey()
+_LEFT_OUT = (
+    "another plugin reports a pass, but the function of this property did not run to its end"
+)
+
+#: Exceptions by which a property or a user ends a phase, and that are no failure.
+_NO_FAILURE = (
+    pytest.skip.Exception,
+    unittest.SkipTest,
+    pytest.xfail.Exception,
+    pytest.exit.Exception,
+    KeyboardInterrupt,
+)
 
 
 class SuiteSession:
@@ -215,6 +229,7 @@ class SuiteSession:
         self.results[item.nodeid] = PropertyResult(id, PropertyOutcome.DESELECTED)
         item.user_properties += [(_REQUIREMENT, id), (_SIBLINGS, self.siblings[id])]
         item.stash[_EXPECTED] = self.expected.get(id)
+        item.stash[_EXECUTION] = Execution(item)
         if id in self.lacks:
             by: dict[str, list[Need]] = {}
             for each in self.lacks[id]:
@@ -331,6 +346,37 @@ class SuiteSession:
         finally:
             setattr(function, name, before)
 
+    @contextlib.contextmanager
+    def watched(self, item: pytest.Item, when: str) -> Iterator[None]:
+        """Note a failure of a phase before a hook of others can hide it, and the end of the function in "call".
+
+        Not in a self-test, whose properties shall fail.
+        """
+        execution = item.stash.get(_EXECUTION, None)
+        if execution is None or self.config.getoption("smp_selftest"):
+            yield
+        elif when == "call":
+            with execution.watch(item, lambda error: self._witness_failure(item, when, error)):
+                yield
+        else:
+            try:
+                yield
+            except BaseException as error:
+                self._witness_failure(item, when, error)
+                raise
+
+    def _witness_failure(self, item: pytest.Item, when: str, error: BaseException) -> None:
+        if not isinstance(error, _NO_FAILURE):
+            told = self._failure_told(item, when, error)
+            self._witness.add(SeenFailure(item.nodeid, _property(item, _REQUIREMENT), told))
+
+    def _failure_told(self, item: pytest.Item, when: str, error: BaseException) -> dict[str, Any]:
+        """Outcome, error and notes of a phase that failed."""
+        outcome = _failed_outcome(when, error, self._replaces_ranks)
+        if outcome is PropertyOutcome.FAILED and item.stash.get(_EXPECTED, None) is not None:
+            outcome = PropertyOutcome.WAIVED
+        return {"outcome": outcome, "error": report.error_text(error), "notes": _notes(error)}
+
     def tell(self, item: pytest.Item, call: pytest.CallInfo[Any], made: pytest.TestReport) -> None:
         """Write outcome, error and notes into a report for the main process, and waive an expected failure.
 
@@ -341,25 +387,29 @@ class SuiteSession:
             return
         if made.passed or call.excinfo is None:
             if made.when == "call" and made.passed and not hasattr(made, "wasxfail"):
-                passed: dict[str, Any] = {
-                    "outcome": PropertyOutcome.PASSED,
-                    "error": None,
-                    "notes": [],
-                }
-                made.user_properties.append((_TOLD, json.dumps(passed)))
+                self._tell_pass(item, made)
             return
         error = call.excinfo.value
-        outcome = _outcome(made, error, self._replaces_ranks)
-        entry = item.stash.get(_EXPECTED, None)
-        if outcome is PropertyOutcome.FAILED and entry is not None:
-            outcome = PropertyOutcome.WAIVED
-            made.outcome, made.wasxfail = "skipped", str(entry)
         if made.failed:
-            made.sections.append(("requirement", str(self.registry[id])))
-        told = {"outcome": outcome, "error": report.error_text(error), "notes": _notes(error)}
-        made.user_properties.append((_TOLD, json.dumps(told)))
-        if outcome in _FAILURES:
+            told = self._failure_told(item, made.when, error)
             self._witness.add(SeenFailure(made.nodeid, id, told))
+            if told["outcome"] is PropertyOutcome.WAIVED:
+                made.outcome, made.wasxfail = "skipped", str(item.stash[_EXPECTED])
+            else:
+                made.sections.append(("requirement", str(self.registry[id])))
+        else:
+            left_out = isinstance(error, NotSupported)
+            outcome = PropertyOutcome.NOT_SUPPORTED if left_out else PropertyOutcome.SKIPPED
+            told = {"outcome": outcome, "error": report.error_text(error), "notes": _notes(error)}
+        made.user_properties.append((_TOLD, json.dumps(told)))
+
+    def _tell_pass(self, item: pytest.Item, made: pytest.TestReport) -> None:
+        execution = item.stash[_EXECUTION]
+        told: dict[str, Any] = {"outcome": PropertyOutcome.PASSED, "error": None, "notes": []}
+        if not execution.completed:
+            told.update(outcome=PropertyOutcome.SKIPPED, error=_LEFT_OUT)
+        execution.completed = False  # one run is the proof of one report
+        made.user_properties.append((_TOLD, json.dumps(told)))
 
     @property
     def _replaces_ranks(self) -> bool:
@@ -693,19 +743,11 @@ def _property(made: Any, name: str) -> Any:
     return next((value for key, value in properties if key == name), None)
 
 
-def _outcome(
-    made: pytest.TestReport, error: BaseException, replaces_ranks: bool
-) -> PropertyOutcome:
-    """The outcome of a property from one phase that did not pass."""
-    if not made.failed:
-        return (
-            PropertyOutcome.NOT_SUPPORTED
-            if isinstance(error, NotSupported)
-            else PropertyOutcome.SKIPPED
-        )
+def _failed_outcome(when: str, error: BaseException, replaces_ranks: bool) -> PropertyOutcome:
+    """The outcome of a property from a phase that failed."""
     # RunTimeout is no Exception. On threads a run that does not end cannot be waived: it never stops.
     failures = (Exception, pytest.fail.Exception, *((RunTimeout,) if replaces_ranks else ()))
-    tested = made.when == "call" and isinstance(error, failures)
+    tested = when == "call" and isinstance(error, failures)
     return PropertyOutcome.FAILED if tested else PropertyOutcome.ERROR
 
 

@@ -11,6 +11,7 @@ _GATE = (f"{_SESSION}/test_gate.py", f"{_SESSION}/test_verdicts.py")
 TESTS: Mapping[str, tuple[str, ...]] = {
     "conformance.session.amounts": (f"{_SESSION}/test_amounts.py",),
     "conformance.session.certification": _GATE,
+    "conformance.session.executions": _GATE,
     "conformance.session.expectations": (f"{_SESSION}/test_expectations.py", *_GATE),
     "conformance.session.results": _GATE,
     "conformance.session.session": _GATE,
@@ -26,6 +27,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
 #: Modules whose mutants take seconds: the part for every change.
 QUICK = (
     "conformance.session.certification",
+    "conformance.session.executions",
     "conformance.session.results",
     "conformance.session.verdicts",
     "conformance.session.witness",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -48,14 +49,19 @@ PHASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One phase that runs, whether its report is logged, and whether a hook of others makes it a pass."""
+    """One phase that runs, whether its report is logged, and the hook of another plugin that makes it a pass.
+
+    Hooks: "forgiven" (the report says passed), "cleared" (the call has no exception when its report is made),
+    "swallowed" (a wrapper keeps the exception), "left out" (nothing runs).
+    """
 
     kind: str
-    logged: bool
-    forgiven: bool
+    logged: bool = True
+    hook: str = ""
 
 
-PHASE = st.builds(Phase, st.sampled_from(sorted(PHASES)), st.booleans(), st.booleans())
+HOOKS = ["", "forgiven", "cleared", "swallowed", "left out"]
+PHASE = st.builds(Phase, st.sampled_from(sorted(PHASES)), st.booleans(), st.sampled_from(HOOKS))
 
 
 @contextlib.contextmanager
@@ -72,33 +78,67 @@ def suite_session(config: pytest.Config, *, processes: bool = False) -> Iterator
 
 def prepare(suite: SuiteSession, nodeid: str, id: str, siblings: int = 1) -> Any:
     suite.siblings[id] = siblings
-    item = SimpleNamespace(nodeid=nodeid, stash=pytest.Stash(), user_properties=[])
+    item = SimpleNamespace(nodeid=nodeid, stash=pytest.Stash(), user_properties=[], obj=run_phase)
     suite._prepare(item, id)  # type: ignore[arg-type]
     suite.results[nodeid].outcome = PropertyOutcome.NOT_RUN
     return item
 
 
+def run_phase(function: Callable[[], None]) -> None:
+    function()
+
+
 def run(suite: SuiteSession, item: Any, phase: Phase) -> None:
     function, when, *_ = PHASES[phase.kind]
-    call = pytest.CallInfo.from_call(function, when)  # type: ignore[arg-type]
+
+    def call_item() -> None:
+        swallowed = (BaseException,) if phase.hook == "swallowed" else ()
+        with contextlib.suppress(*swallowed), suite.watched(item, when):
+            if phase.hook != "left out":
+                item.obj(function)
+
+    call = pytest.CallInfo.from_call(call_item, when)  # type: ignore[arg-type]
+    if phase.hook == "cleared":
+        call.excinfo = None
+    made = report_of(item, call)
+    suite.tell(item, call, made)
+    if phase.hook == "forgiven":
+        made.outcome = "passed"
+    if phase.logged:
+        suite.logged(made)
+
+
+def report_of(item: Any, call: pytest.CallInfo[None]) -> pytest.TestReport:
     error = None if call.excinfo is None else call.excinfo.value
     outcome: Any = "passed" if error is None else "failed"
     if isinstance(error, pytest.skip.Exception):
         outcome = "skipped"
-    made = pytest.TestReport(
+    place, properties = ("f", 0, "t"), item.user_properties
+    return pytest.TestReport(
         item.nodeid,
-        ("f", 0, "t"),
+        place,
         {},
         outcome,
         None,
-        when,  # type: ignore[arg-type]
-        user_properties=item.user_properties,
+        call.when,  # type: ignore[arg-type]
+        user_properties=properties,
     )
-    suite.tell(item, call, made)
-    if phase.forgiven:
-        made.outcome = "passed"
-    if phase.logged:
-        suite.logged(made)
+
+
+def told_by(phase: Phase, processes: bool) -> str | None:
+    """The outcome that a phase leaves; a pass of which no end of the function was seen is none."""
+    outcome: str | None = PHASES[phase.kind][2 + processes]
+    call = PHASES[phase.kind][1] == "call"
+    if phase.hook == "left out":
+        return "SKIPPED" if call else None
+    if phase.hook in ("cleared", "swallowed") and outcome in ("SKIPPED", "NOT_SUPPORTED"):
+        return "SKIPPED"
+    return outcome
+
+
+def worst(names: set[str]) -> str:
+    order = [outcome.name for outcome in PropertyOutcome]
+    return min(names, key=order.index, default="NOT_RUN")
 
 
 def expected_verdict(
@@ -107,15 +147,12 @@ def expected_verdict(
     """The verdict on one requirement by its page: docs/conformance.md, Verdicts."""
     outcomes: set[str] = set()
     for phases in properties:
-        left = {PHASES[phase.kind][2 + processes] for phase in phases}
-        # The suite hears of a pass by its report alone, and sees each failure.
-        heard = {PHASES[phase.kind][2 + processes] for phase in phases if phase.logged} - {None}
-        bad = (left & {"FAILED", "ERROR"}) | heard
-        outcomes |= {
-            min(bad, key=lambda name: list(PropertyOutcome).index(PropertyOutcome[name]))  # type: ignore[type-var]
-            if bad
-            else "NOT_RUN"
+        # The suite sees each failure, and hears of all else by its report alone.
+        left = {outcome for phase in phases if (outcome := told_by(phase, processes))}
+        heard = {
+            outcome for phase in phases if phase.logged and (outcome := told_by(phase, processes))
         }
+        outcomes.add(worst((left & {"FAILED", "ERROR"}) | heard))
     if "ERROR" in outcomes or ("FAILED" in outcomes and not waived):
         return Verdict.FAIL
     if "FAILED" in outcomes:
@@ -144,10 +181,11 @@ def test_the_verdict_is_that_of_every_phase_that_was_seen(
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 @pytest.mark.parametrize("waived", [False, True], ids=["", "waived"])
 @pytest.mark.parametrize("kind", sorted(PHASES))
+@pytest.mark.parametrize("hook", HOOKS)
 def test_the_verdict_of_one_phase(
-    pytestconfig: pytest.Config, kind: str, waived: bool, processes: bool
+    pytestconfig: pytest.Config, hook: str, kind: str, waived: bool, processes: bool
 ) -> None:
-    phases = [Phase("pass", logged=True, forgiven=False), Phase(kind, logged=True, forgiven=False)]
+    phases = [Phase("pass"), Phase(kind, hook=hook)]
     check_verdict(pytestconfig, [phases], waived, processes)
 
 
@@ -183,16 +221,80 @@ def test_a_property_that_a_worker_never_reported_is_missed(
     with suite_session(pytestconfig) as suite:
         for number in range(reported):
             item = prepare(suite, f"t.py::{number}", id, siblings=2)
-            run(suite, item, Phase("pass", logged=True, forgiven=False))
+            run(suite, item, Phase("pass"))
         verdicts = suite.verdicts()
         assert verdicts[id] is (Verdict.PASS if reported == 2 else Verdict.SKIPPED)
+
+
+@given(st.none())
+def draw_none(nothing: None) -> None:
+    """A property of Hypothesis."""
+
+
+def run_none() -> None:
+    """Another function than the property's."""
+
+
+@functools.wraps(run_none)
+def decorated(*arguments: object) -> None:
+    """The function of a property, as a decorator of another plugin leaves it."""
+    return run_none()
+
+
+@pytest.mark.parametrize(
+    ("test", "called", "outcome"),
+    [
+        (draw_none, draw_none, PropertyOutcome.PASSED),
+        (run_none, run_none, PropertyOutcome.PASSED),
+        (run_none, decorated, PropertyOutcome.PASSED),
+        (draw_none, run_none, PropertyOutcome.SKIPPED),  # a hook has replaced it
+    ],
+    ids=["hypothesis", "plain", "decorated", "replaced"],
+)
+def test_a_pass_needs_the_end_of_the_function(
+    pytestconfig: pytest.Config, test: Any, called: Any, outcome: PropertyOutcome
+) -> None:
+    with suite_session(pytestconfig) as suite:
+        item = prepare(suite, "t.py::a", IDS[0])
+        item.obj = test
+        suite._prepare(item, IDS[0])
+        suite.selected([item])
+        item.obj = called
+        with suite.watched(item, "call"):
+            item.obj()
+        assert item.obj is called
+        call = pytest.CallInfo.from_call(lambda: None, "call")
+        shown = SimpleNamespace(nodeid=item.nodeid, user_properties=item.user_properties[:2])
+        for expected in (outcome, PropertyOutcome.SKIPPED):  # one run is no proof of two reports
+            made = report_of(shown, call)
+            suite.tell(item, call, made)
+            suite.logged(made)
+            assert suite.results["t.py::a"].outcome is expected
+
+
+def test_a_run_is_no_proof_of_the_next_one(pytestconfig: pytest.Config) -> None:
+    with suite_session(pytestconfig) as suite:
+        item = prepare(suite, "t.py::a", IDS[0])
+        with suite.watched(item, "call"):  # of which no report is made
+            item.obj(lambda: None)
+        run(suite, item, Phase("pass", hook="left out"))
+        assert suite.results["t.py::a"].outcome is PropertyOutcome.SKIPPED
+
+
+def test_a_selftest_leaves_no_failure(pytestconfig: pytest.Config) -> None:
+    with suite_session(pytestconfig) as suite, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pytestconfig.option, "smp_selftest", True)
+        item = prepare(suite, "t.py::a", IDS[0])
+        with pytest.raises(AssertionError), suite.watched(item, "call"):
+            item.obj(fail(AssertionError("no")))
+        assert suite._seen_failures() == []
 
 
 @pytest.mark.parametrize("process", ["worker", "fork"])
 def test_a_failure_of_another_process_counts(pytestconfig: pytest.Config, process: str) -> None:
     """The last try passed in this process; the first one failed in a worker of xdist, or in a forked child."""
     id = IDS[0]
-    broken = Phase("assertion", logged=False, forgiven=False)
+    broken = Phase("assertion", logged=False)
     with suite_session(pytestconfig) as suite, suite_session(pytestconfig) as worker:
         item = prepare(suite, "t.py::a", id)
         if process == "worker":
@@ -204,7 +306,7 @@ def test_a_failure_of_another_process_counts(pytestconfig: pytest.Config, proces
                 run(suite, item, broken)
                 os._exit(0)
             os.waitpid(child, 0)
-        run(suite, item, Phase("pass", logged=True, forgiven=False))
+        run(suite, item, Phase("pass"))
         suite._add_failures(suite._seen_failures())
         assert suite.verdicts()[id] is Verdict.FAIL
         assert suite.results["t.py::a"].error == "AssertionError: no"
@@ -241,8 +343,7 @@ def test_failures_of_one_error_are_told_together(pytestconfig: pytest.Config) ->
         for number, id in enumerate((*IDS, IDS[0])):
             item = prepare(suite, f"t.py::{number}", id)
             call = pytest.CallInfo.from_call(fail(error), "call")
-            made = pytest.TestReport(item.nodeid, ("f", 0, "t"), {}, "failed", None, "call")
-            made.user_properties = list(item.user_properties)
+            made = report_of(item, call)
             suite.tell(item, call, made)
             suite.logged(made)
         text = (

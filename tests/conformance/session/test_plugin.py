@@ -577,6 +577,47 @@ def test_a_verdict_of_fail_fails_the_session(small: Any, tmp_path: Path) -> None
         assert exit_code(output) == 1
 
 
+HOOKS = """
+import os
+import pytest
+
+class Idle:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        return True
+
+class Clearing:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        call.excinfo = None
+        return (yield)
+
+class Swallowing:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        try:
+            return (yield)
+        except AssertionError:
+            return None
+
+def pytest_configure(config):
+    config.pluginmanager.register(globals()[os.environ["HOOK"]]())
+"""
+
+
+def test_hooks_that_hide_a_failure_do_not_certify(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(HOOKS)
+    hooks = {"Idle": "SKIPPED", "Clearing": "FAIL", "Swallowing": "FAIL"}
+    outputs = small(
+        *(["small", "FAIL=COMM-ORDER", "--smp-certify", f"HOOK={hook}"] for hook in hooks)
+    )
+    for output, verdict in zip(outputs, hooks.values(), strict=True):
+        assert "failed" not in output.splitlines()[-2]
+        assert "COMM-ORDER" in verdict_lines(output)[verdict]
+        assert "\nnot certified; " in output
+        assert exit_code(output) == 1
+
+
 RERUNNING = """
 import os
 from _pytest.runner import runtestprotocol
