@@ -468,11 +468,8 @@ class Board:
             return ""
         call = next((each for each in calls if each.blocked()), calls[0])
         missing = sorted({rank for each in calls for rank in each.wants()})
-        why = f", waiting for {ranks_text(missing)}" if missing else ", which all have joined"
-        if isinstance(call, BoardPost) and call.uncertain():
-            why = ", which may have met another call: there is a receive from any rank"
-        if isinstance(call, Stray | KeyWait):
-            why = f": {call.why()}" if isinstance(call, Stray) else ""
+        named = missing and not isinstance(call, Stray | KeyWait)
+        why = f", waiting for {ranks_text(missing)}" if named else call.met_text()
         place = state.place if state.waits else call.place
         why += while_handling(state.exception)
         return f"in {call.described()}{why}{messages.at(place)}"

@@ -81,6 +81,10 @@ class Issued:
         """Return whether the call could not end on `sim` with the calls made so far."""
         return bool(self.wants())
 
+    def met_text(self) -> str:
+        """The state of the partners of a call that waits for none of them, in words."""
+        return ", which all have joined"
+
     @property
     def may_end(self) -> bool:
         """True if a correct backend may end the call without other ranks: see Note [Late refusals]."""
@@ -186,6 +190,11 @@ class Joined(Issued):
             return []
         return self.meeting.missing()
 
+    def met_text(self) -> str:
+        """See Issued. A rank outside of a new group does not wait for the others."""
+        assert self.meeting is not None
+        return "" if self.meeting.missing() else ", which all have joined"
+
     @property
     def may_end(self) -> bool:
         """See Issued. A call without elements need not send anything."""
@@ -261,6 +270,14 @@ class BoardPost(Issued):
         """Return whether the call may be over or not: the backend decides which receive takes which message."""
         return self.partner is None and not self.wants()
 
+    def met_text(self) -> str:
+        """See Issued. The partner may have gone on, and need not carry the message out."""
+        if self.uncertain():
+            return ", which may have met another call: there is a receive from any rank"
+        if self.partner is None or self.partner is self:
+            return ""
+        return f", whose {'recv' if self.sends else 'send'} rank {self.partner.rank} has issued"
+
     def who(self) -> int | None:
         """The only rank that a receive can have met, or None."""
         return self.source if self.peer is None else self.peer
@@ -306,6 +323,10 @@ class Stray(Issued):
     def may_end(self) -> bool:
         """See Issued."""
         return True
+
+    def met_text(self) -> str:
+        """See Issued."""
+        return f": {self.why()}"
 
     def why(self) -> str:
         """The reason why the call can meet no rank, in words."""
@@ -463,6 +484,10 @@ class Handover(Issued):
 
     needs = wants  # every call of the object transport is acknowledged
 
+    def met_text(self) -> str:
+        """See Issued."""
+        return ", which all have taken" if self.sends else ", which has been sent"
+
 
 class Objects:
     """The objects on their way, and the ranks that wait for one, by sender and receiver."""
@@ -518,6 +543,10 @@ class KeyWait(Issued):
         return []
 
     needs = wants
+
+    def met_text(self) -> str:
+        """See Issued."""
+        return ""
 
     def blocked(self) -> bool:
         """See Issued. Prefixes are not known, so that a key behind any prefix counts."""

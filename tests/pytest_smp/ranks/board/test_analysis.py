@@ -774,6 +774,24 @@ def test_where_a_rank_is_and_who_is_missing() -> None:
     assert board.missing() == []
 
 
+@pytest.mark.parametrize("receiver", [1, ANY])
+def test_where_a_rank_is_whose_message_has_met_its_recv(receiver: int) -> None:
+    """A backend whose ring is full may keep it there, and nobody but two ranks has joined anything."""
+    board, ranks = world(3)
+    number = ranks[1].posts("isend", 0)
+    ranks[0].posts("irecv", receiver)
+    ranks[1].waits(number)
+    met = (
+        "whose recv rank 0 has issued"
+        if receiver == 1
+        else "which may have met another call: there is a receive from any rank"
+    )
+    text = board.where(1)
+    assert text.startswith("in send to rank 0 (")
+    assert f", {met}\n" in text
+    assert "all have joined" not in text
+
+
 def test_a_rank_that_left_its_body_out_of_a_call() -> None:
     board, (one, other) = world(2)
     number = one.joins(ALL_REDUCE)
