@@ -22,7 +22,7 @@ from conformance.engines.capabilities import FRONT_ENDS, EngineCapability
 from conformance.engines.names import find_engine
 from conformance.engines.protocol import Engine, EngineError, used
 from conformance.requirements.registry import Level, Need, Registry, RequirementError
-from conformance.session import amounts, expectations, options, report
+from conformance.session import amounts, expectations, options, report, waivers
 from conformance.session.certification import Certification, certification
 from conformance.session.executions import Execution
 from conformance.session.expectations import Expectation, ExpectationError
@@ -607,24 +607,7 @@ class SuiteSession:
             return None
         if self.interrupted is not None:
             return f"{path.name}: not written, the session was interrupted"
-        by_id: dict[str, list[PropertyResult]] = defaultdict(list)
-        for result in self.results.values():
-            by_id[result.requirement].append(result)
-        waivable = (PropertyOutcome.FAILED, PropertyOutcome.WAIVED)
-        failed = {id for id, rs in by_id.items() if any(r.outcome in waivable for r in rs)}
-        errors = {r.requirement: r.error or "" for r in self.results.values() if r.error}
-        entries = expectations.updated(self.entries, self.verdicts(), failed)
-        written.write_text(path, expectations.written(entries, errors))
-        todo = sum(entry.todo for entry in entries)
-        text = f"{path.name}: {len(entries)} expected failures written"
-        if todo:
-            text += f"; {todo} need a reason and a link before the file can be used"
-        hopeless = sorted(
-            id for id, rs in by_id.items() if any(r.outcome is PropertyOutcome.ERROR for r in rs)
-        )
-        if hopeless:
-            text += f"\ncannot be waived, for they could not be tested: {', '.join(hopeless)}"
-        return text
+        return waivers.rewrite(path, self.entries, self.verdicts(), self.results.values())
 
     # Output to the terminal.
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from conformance.session.expectations import ExpectationError, read
+from conformance.session.waivers import main, rewrite_from_report
+
 WAIVERS = """version = 1
 [[expected]]
 id = "COMM-ORDER"
@@ -241,6 +244,37 @@ def test_what_could_not_be_tested_is_not_waived(small: Any, tmp_path: Path) -> N
     for output in small(["small", expect, "STOP=setup"], ["small", expect, "STOP=timeout"]):
         assert verdict_lines(output)["FAIL"] == ["ERROR-RANK"]
         assert exit_code(output) == 1
+
+
+def test_expected_failures_are_written_from_a_report(small: Any, tmp_path: Path) -> None:
+    """As the session that fails would write them itself."""
+    failing = ["small", "FAIL=COMM-ORDER-AGAIN COMM-REDUCE"]
+    for name in ("own.toml", "new.toml"):
+        (tmp_path / name).write_text(WAIVERS.replace("COMM-ORDER", "LIFE-START"))
+    small(
+        [*failing, "--smp-report=r.json"],
+        [*failing, "--smp-write-expectations=own.toml"],
+        ["small", "--smp-smoke", "--smp-report=smoke.json"],
+    )
+    text = rewrite_from_report(tmp_path / "new.toml", tmp_path / "r.json")
+    assert text == (
+        "new.toml: 2 expected failures written; 2 need a reason and a link before the file can be used"
+    )
+    assert (tmp_path / "new.toml").read_text() == (tmp_path / "own.toml").read_text()
+    report = json.loads((tmp_path / "r.json").read_text())
+    for name, content, message in [
+        ("no.json", "{", "Expecting property name"),
+        ("other.json", "{}", "no report of the suite"),
+        ("old.json", json.dumps(report | {"schema_version": 1}), "schema version 1; this"),
+        ("cut.json", json.dumps(report | {"interrupted": "enough"}), "interrupted: enough"),
+        ("smoke.json", (tmp_path / "smoke.json").read_text(), "--smp-smoke: what was not run"),
+    ]:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ExpectationError, match=f"^{name}: .*{message}"):
+            rewrite_from_report(tmp_path / "new.toml", tmp_path / name)
+    assert main([str(tmp_path / "missing.json"), str(tmp_path / "new.toml")]) == 1
+    assert main([str(tmp_path / "r.json"), str(tmp_path / "first.toml")]) == 0
+    assert [entry.id for entry in read(tmp_path / "first.toml")] == ["COMM-ORDER", "COMM-REDUCE"]
 
 
 #: The content of a bad file of expectations, and the message about it.
