@@ -11,6 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -76,6 +77,12 @@ class RankWorld(c10d._World):
         """
         raise NotImplementedError
 
+    def limit_waits(self, timeout: timedelta | None) -> None:
+        """Have waits of the default group end after ``timeout``, which a body has given to ``init_process_group``;
+        None is the limit of the ranks' group.
+        """
+        raise NotImplementedError
+
     def join(self, rank: int, size: int, make: Callable[..., None]) -> bool:
         """Join the ranks that are there, for ``init_process_group``. Return False where torch is to make a group: for a
         second call, and for one of another rank or size after the ranks' group was destroyed.
@@ -121,8 +128,7 @@ def _joining(make: Callable[..., None]) -> Callable[..., None]:
         if not join(rank, world_size, make):
             make(backend, init_method, timeout, world_size, rank, *args, **kwargs)
         world.joined = True
-        if hasattr(world, "wait_timeout"):
-            world.wait_timeout = timeout
+        world.limit_waits(timeout)
 
     return init_process_group
 
@@ -151,6 +157,10 @@ class _ProcessWorld(RankWorld):
     def rejoin(self, make: Callable[..., None]) -> None:
         del make  # the group is there: it has outlived destroy_process_group()
         self._world.rejoin()
+
+    def limit_waits(self, timeout: timedelta | None) -> None:
+        if timeout is not None and self.default_pg is self._world.default:
+            self._world.limit_waits(timeout)
 
 
 #: The attributes in which torch.distributed keeps what it knows of groups.
@@ -195,8 +205,17 @@ class TorchWorld:
 
     def _renew_store(self) -> None:
         """Let the groups to come meet where no earlier ones have met, which may have had their names."""
-        store = c10d.PrefixStore(f"run-{self._runs}-{self._joins}", self._store)
+        self._put_store(self._store)
+
+    def _put_store(self, store: Any) -> None:
+        store = c10d.PrefixStore(f"run-{self._runs}-{self._joins}", store)
         self._state.pg_map[self.default] = (self._backend, store)
+
+    def limit_waits(self, timeout: timedelta) -> None:
+        """Have waits for keys of the store end after ``timeout``, until the store is renewed."""
+        store = self._store.clone()  # the fabric's own waits keep theirs
+        store.set_timeout(timeout)
+        self._put_store(store)
 
     def rejoin(self) -> None:
         """Put the world's own groups back, of which ``destroy_process_group()`` has left torch.distributed nothing."""
@@ -256,6 +275,8 @@ class TorchWorld:
         self._state.pg_coalesce_state.clear()
         if self._state.default_pg is None and self.default is not None:
             self.rejoin()
+        if self.default in self._state.pg_map:
+            self._renew_store()  # a limited one may have a connection of its own, which the run opened
         self._state.group_count = self._count
         self._put_back()
         if self._held:

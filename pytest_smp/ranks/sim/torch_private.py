@@ -75,6 +75,9 @@ class SimRankWorld(RankWorld):
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         make("sim", rank=rank, world_size=size, store=store)
 
+    def limit_waits(self, timeout: timedelta | None) -> None:
+        self.wait_timeout = timeout
+
 
 class _Router:
     """Stands in for ``_world``: each attribute is that of the calling thread's own state."""

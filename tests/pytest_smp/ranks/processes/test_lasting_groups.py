@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from typing import Any
 
@@ -121,6 +122,28 @@ def test_a_body_joins_the_ranks_that_are_there_and_leaves_them(run, executor):
     assert run(_joins, "gloo").values == [[6.0] * 4] * RANKS
     assert run(_sum, "smp joined").values == [6.0] * RANKS
     assert executor.replaced == before  # no rank was lost by it
+
+
+def _ends_a_wait_for_a_key(limit: datetime.timedelta) -> None:
+    dist.init_process_group(timeout=limit)
+    store = dist.distributed_c10d._get_default_store()
+    with pytest.raises(RuntimeError, match="missing"):
+        store.get("missing")
+    dist.barrier()
+
+
+def _limit_of_the_store() -> datetime.timedelta:
+    dist.init_process_group()
+    return dist.distributed_c10d._get_default_store().timeout
+
+
+def test_the_time_limit_of_a_body_holds_for_waits_of_its_run(run, executor):
+    before = executor.replaced
+    (limit,) = {*run(_limit_of_the_store).values}
+    report = run(_ends_a_wait_for_a_key, datetime.timedelta(seconds=0.5))
+    assert report.verdict is VerdictKind.PASSED
+    assert run(_limit_of_the_store).values == [limit] * RANKS
+    assert executor.replaced == before
 
 
 def test_a_member_that_never_comes_is_a_deadlock(run):
