@@ -82,8 +82,8 @@ def deadlock(
 ) -> tuple[DeadlockError, int]:
     """The verdict on a stuck world, and the rank that it is raised on.
 
-    The error is raised on a rank that handles an exception while it waits, else on the first that waits for one that
-    has returned, else on the first of a cycle.
+    The error is raised on the first rank that waits for one that has returned, else on the first of a cycle; where
+    some ranks handle an exception while they wait and others do not, on the first of those that do.
     """
     waits = sorted(waits, key=lambda wait: not wait.exception)
     gone = set(finished)
@@ -111,7 +111,7 @@ def deadlock(
         )
     else:  # a chain that ends at a wait for nobody in particular
         root = next((wait for wait in waits if not wait.missing), waits[0])
-    if waits[0].exception:
+    if waits[0].exception and not root.exception:
         root = waits[0]
     hints = dict.fromkeys(wait.hint for wait in waits if wait.hint)
     lines += [f"hint: {hint}" for hint in hints]

@@ -22,7 +22,7 @@ def exception_text(error: BaseException | None) -> str:
         return ""
     try:
         text = str(error).partition("\n")[0][:_LONGEST]
-    except Exception:
+    except BaseException:
         text = ""
     text = f"{type(error).__name__}: {text}".removesuffix(": ")
     place = None

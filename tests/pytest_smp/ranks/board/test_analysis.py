@@ -6,6 +6,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -290,11 +291,11 @@ def _handling(error: Exception, act: Callable[[], object]) -> None:
 
 
 class Talkative(Exception):
-    """An exception whose text is made by a collective."""
+    """An exception whose text is made by a collective, which fails as the second argument says."""
 
     def __str__(self) -> str:
         self.args[0].enters("smp.allgather()")
-        raise ValueError("no text")
+        raise self.args[1]
 
 
 def test_an_exception_that_a_rank_handles_is_told_with_its_wait() -> None:
@@ -310,6 +311,32 @@ def test_an_exception_that_a_rank_handles_is_told_with_its_wait() -> None:
     assert finding is not None
     assert finding.root == 1
     assert re.match(rf"in {call}, waiting for ranks 0, 2{told}\n", board.where(1))
+
+
+def test_an_exception_that_all_ranks_handle_tells_nothing_of_the_root() -> None:
+    """The root is the rank that waits for one that has returned, as without the exception."""
+    board, ranks = world(3)
+    handled = KeyError()
+    _handling(handled, lambda: ranks[0].waits(ranks[0].posts("irecv", 1)))
+    _handling(handled, lambda: ranks[1].waits(ranks[1].posts("irecv", 2)))
+    ranks[2].returns()
+    finding = later(board)
+    assert "wait-for: rank 1 waits for rank 2" in deadlock(finding)
+    assert finding is not None
+    assert finding.root == 1
+
+
+def test_of_ranks_that_handle_exceptions_one_left_behind_is_the_root() -> None:
+    board, ranks = world(4)
+    ranks[0].waits(ranks[0].posts("irecv", 3))
+    for rank, peer in ((1, 2), (2, 3)):
+        receive = ranks[rank].posts("irecv", peer)
+        _handling(KeyError(), partial(ranks[rank].waits, receive))
+    ranks[3].returns()
+    finding = later(board)
+    assert "wait-for: rank 2 waits for rank 3" in deadlock(finding)
+    assert finding is not None
+    assert finding.root == 2
 
 
 def test_an_exception_is_told_of_the_calls_that_were_made_while_it_was_handled() -> None:
@@ -332,9 +359,10 @@ def test_calls_of_a_rank_that_handles_an_exception_are_the_odd_ones(odd: int) ->
     assert finding.root == odd
 
 
-def test_the_text_of_an_exception_is_made_by_nobody_s_call() -> None:
+@pytest.mark.parametrize("failure", [ValueError, SystemExit])
+def test_the_text_of_an_exception_is_made_by_nobody_s_call(failure: type[BaseException]) -> None:
     board, ranks = world(2)
-    error = Talkative(ranks[0])
+    error = Talkative(ranks[0], failure("no text"))
     _handling(error, lambda: ranks[0].enters("smp.barrier()"))
     assert "while it handles Talkative (" in board.where(0)
 
