@@ -21,18 +21,20 @@ class HelperThread(threading.Thread):
     def start(self) -> None:
         """See threading.Thread."""
         # Before the thread runs: it counts as a helper from its first line on.
-        _helpers[:] = [
-            thread for thread in _helpers if thread.ident is None or thread.is_alive()
-        ] + [self]
+        _helpers.add(self)
+        for thread in tuple(_helpers):
+            if thread.ident is not None and not thread.is_alive():
+                _helpers.discard(thread)
         super().start()
 
 
-_helpers: list[HelperThread] = []
+#: Changed by one thread while another looks: only by operations that Python does at once.
+_helpers: set[HelperThread] = set()
 
 
 def count_other_threads() -> int:
     """The number of Python threads of this process that were started, without helper threads."""
-    return _thread._count() - sum(map(threading.Thread.is_alive, _helpers))
+    return _thread._count() - sum(map(threading.Thread.is_alive, tuple(_helpers)))
 
 
 def acting_thread() -> int:

@@ -15,7 +15,7 @@ from pytest_smp.ranks.board import Board, Finding
 from pytest_smp.ranks.board.fingerprint import Key, describe
 from pytest_smp.ranks.board.recorder import Description
 from smp_core.errors import BackendError, CollectiveMismatchError, DeadlockError
-from smp_core.transport.helper_threads import HelperThread
+from smp_core.transport.helper_threads import HelperThread, count_other_threads
 from smp_core.transport.peers import ANY, Source
 
 from .streams import (
@@ -581,6 +581,35 @@ def test_a_helper_thread_keeps_no_deadlock_away() -> None:
     assert "rank 0 waits in recv from rank 1" in deadlock(at_once(board))
     done.set()
     beside.join()
+
+
+def test_two_helper_threads_that_start_at_once_both_count() -> None:
+    """The second starts while the first looks which helpers are no more, of which there is one."""
+    before = count_other_threads()
+    over, done = threading.Event(), threading.Event()
+    second = HelperThread(target=done.wait, daemon=True)
+    to_start: list[HelperThread] = []
+
+    class Looked(HelperThread):
+        def is_alive(self) -> bool:
+            for thread in [to_start.pop()] if to_start else []:
+                thread.start()
+            return super().is_alive()
+
+    ended = HelperThread(target=over.wait, daemon=True)
+    ended.start()
+    looked = Looked(target=done.wait, daemon=True)
+    looked.start()
+    over.set()
+    ended.join()
+    to_start.append(second)
+    first = HelperThread(target=done.wait, daemon=True)
+    first.start()
+    assert second.ident is not None
+    assert count_other_threads() == before
+    done.set()
+    for helper in (first, second, looked):
+        helper.join()
 
 
 def test_a_callback_of_a_future_may_help() -> None:
