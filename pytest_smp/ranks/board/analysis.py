@@ -9,9 +9,9 @@ backend has taken it: one that it refuses is withdrawn.
 may be of different ages; that does no harm. Suppose that one of these ranks had gone on since, and
 take the first: its wait ended because of calls that other ranks made before they went on from
 where their records end, so all of those calls are on the board, and the wait is not one that cannot
-end. The rule needs that nobody else can help a rank: a body with Python threads of its own, a function
-of the body's that a future may run by now, or a rank that does not wait in what is recorded, keeps the
-verdict away, and the time limit decides; so do child processes of a rank where one waits for a key
+end. The rule needs that nobody else can help a rank: a body with Python threads of its own, a callback
+of a future that may run and has not returned, or a rank that does not wait in what is recorded, keeps
+the verdict away, and the time limit decides; so do child processes of a rank where one waits for a key
 of a store. This project's own threads (helper_threads) never help: they
 communicate for the rank's thread while that one sleeps, or not at all.
 
@@ -515,20 +515,22 @@ class Board:
         return self._ranks[rank].ended
 
     def settled(self) -> bool:
-        """Return whether nothing is on its way: every body is over, and every call has met its partners
-        and is over too.
+        """Return whether nothing is on its way: every body is over, every callback has returned, and every
+        call has met its partners and is over too.
         """
         ended = all(state.ended and not state.unsure for state in self._ranks)
-        calls = any(state.calls for state in self._ranks)
+        calls = any(state.calls or state.callbacks for state in self._ranks)
         odd = bool(self._damaged or self._suspects or self._spoilt or self._strays) or any(
             True for _ in self._left()
         )
         return ended and not calls and not odd
 
     def unfinished(self, rank: int) -> bool:
-        """Return whether a rank's call may still be under way in its backend, though the body is over."""
+        """Return whether a rank's call may still be under way in its backend, or a callback, though the body
+        is over.
+        """
         state = self._ranks[rank]
-        return bool(self._damaged or state.calls or state.raised or state.unsure)
+        return bool(self._damaged or state.calls or state.callbacks or state.raised or state.unsure)
 
     def blocked(self, rank: int) -> bool:
         """Return whether a rank is in a call that cannot end unless other ranks make theirs."""

@@ -47,8 +47,7 @@ class Issued:
     then the call may be withdrawn. ``waited``: the rank has learnt that the call is over. ``raised``: the
     wait has raised; some backends refuse arguments only there. ``late``: an earlier call of its rank had
     raised, and the body went on: what it calls then may follow from another rank's death. ``exception``: what
-    its rank handled meanwhile, in words. ``has_future``: the body has asked for its future. ``callback``: a
-    function of the body's runs once the call is over, in any thread.
+    its rank handled meanwhile, in words. ``has_future``: the body has asked for its future.
     """
 
     rank: int
@@ -63,7 +62,6 @@ class Issued:
     late: bool = False
     exception: str = ""
     has_future: bool = False
-    callback: bool = False
 
     def text(self) -> str:
         """The call in words."""

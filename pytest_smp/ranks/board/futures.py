@@ -82,14 +82,19 @@ class Futures:
             if not numbers or not recorder.active:
                 return original(future, callback, *args, **kwargs)
 
+            number = recorder.callback(numbers)
+
             def call(result: Any) -> Any:
                 try:
                     return callback(result)
                 finally:
-                    recorder.done(numbers)
+                    recorder.called(number)
 
-            recorder.future(numbers, callback=True)
-            made = original(future, call, *args, **kwargs)
+            try:
+                made = original(future, call, *args, **kwargs)
+            except BaseException:  # torch has refused the callback
+                recorder.called(number)
+                raise
             if made is not None:
                 self.add(made, numbers)
             return made

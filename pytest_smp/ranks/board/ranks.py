@@ -75,6 +75,7 @@ class RankState:
         self.unsure = self.accompanied = self.ended = self.raised = False
         self.had_children = False
         self.calls: dict[int, Issued] = {}  # those that a record may still name
+        self.callbacks: dict[int, list[Issued]] = {}  # that have not returned, and their calls
         self._groups: dict[int, tuple[GroupKey, str]] = {}
         self._places: dict[int, Place] = {}
         self._descriptions: dict[int, Description] = {}
@@ -85,14 +86,20 @@ class RankState:
         self._reader = records.Reader(self.rank)
         for call in self.calls.values():
             call.taken = True  # nobody is left to withdraw it
+        self.callbacks.clear()
 
     def current(self) -> list[Issued]:
         """The calls that the rank is in."""
         return self.waits or ([self.inside] if self.inside is not None else [])
 
     def has_callbacks(self) -> bool:
-        """Return whether a function of the body's may run, because a call is over or may be."""
-        return any(call.callback and not call.blocked() for call in self.calls.values())
+        """Return whether a callback of the body's may run, in any thread: it has not returned, and its calls
+        are over or may be.
+        """
+        return any(
+            all(call.waited or not call.needs() for call in calls)
+            for calls in self.callbacks.values()
+        )
 
     def feed(self, data: bytes) -> int:
         """Read records; return how many counted.
@@ -299,11 +306,18 @@ class RankState:
             raise ValueError("ranks must be integers")
         self.block = RaisesBlock(place, count, tuple(ranks)) if place else None
 
-    def _future(self, numbers: list[Any], callback: bool) -> None:
+    def _future(self, numbers: list[Any]) -> None:
         for number in numbers:
             if number in self.calls:
-                call = self.calls[number]
-                call.has_future, call.callback = True, call.callback or callback
+                self.calls[number].has_future = True
+
+    def _hook(self, callback: int, numbers: list[Any]) -> None:
+        self.callbacks[callback] = [
+            self.calls[number] for number in numbers if number in self.calls
+        ]
+
+    def _called(self, callback: int) -> None:
+        self._done([call.number for call in self.callbacks.pop(callback, ())])
 
     def _fail(self, numbers: list[Any]) -> None:
         failed = self.waits[0] if self.waits else None
@@ -346,6 +360,8 @@ _READ: dict[str, Callable[..., None]] = {
     records.HANDLES: RankState._handle,
     records.INSIDE: RankState._enter_block,
     records.FUTURE: RankState._future,
+    records.CALLBACK: RankState._hook,
+    records.CALLED: RankState._called,
     records.CHILDREN: RankState._have_children,
     records.SETS_KEYS: RankState._set_keys,
     records.WAITS_FOR_KEYS: RankState._wait_for_keys,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -37,6 +38,7 @@ _COLLECTIVE, _SEND, _RECEIVE, _RECEIVE_ANY = (
     for kind in (records.COLLECTIVE, records.SEND, records.RECEIVE, records.RECEIVE_ANY)
 )
 _TOOK = FRAMES[records.TOOK]
+_CALLED = FRAMES[records.CALLED]
 _RETURNED, _WITHDRAWN = FRAMES[records.RETURNED], FRAMES[records.WITHDRAWN]
 _WAITS = f'["{records.WAITS}",[%b],%d,%d]\n'.encode()
 _DONE = f'["{records.DONE}",[%b]]\n'.encode()
@@ -96,6 +98,8 @@ class BoardRecorder:
         self._lock = threading.Lock()
         self.inside = _Depth()
         self._main = self._threads = self._number = 0
+        # Not begun anew with a run: a callback may outlive its run, and is then unknown in the next.
+        self._callbacks = itertools.count(1)
         self.calls: list[CommunicationCall] | None = None  # of the run, if they are wanted
         self._groups: dict[tuple[object, ...], int] = {}
         self._members: list[tuple[int, ...]] = []  # of groups, by number
@@ -281,9 +285,19 @@ class BoardRecorder:
             raise
         self.done((number,))
 
-    def future(self, numbers: Sequence[int], *, callback: bool = False) -> None:
-        """The body has a future of these calls; with ``callback``, it runs a function once they are over."""
-        self._say(encode(records.FUTURE, [*numbers], callback))
+    def future(self, numbers: Sequence[int]) -> None:
+        """The body has a future of these calls."""
+        self._say(encode(records.FUTURE, [*numbers]))
+
+    def callback(self, numbers: Sequence[int]) -> int:
+        """A function of the body's runs once these calls are over: the number of the callback."""
+        number = next(self._callbacks)
+        self._say(encode(records.CALLBACK, number, [*numbers]))
+        return number
+
+    def called(self, callback: int) -> None:
+        """The function of this callback has returned, so the calls are over, or it will never run."""
+        self._say(_CALLED % callback)
 
     def failed(self, numbers: Sequence[int]) -> None:
         """Waiting for these calls has raised."""

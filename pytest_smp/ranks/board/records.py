@@ -35,7 +35,9 @@ HANDLES = "h"  # exception: the main thread handles it from now on, or none
 CHILDREN = "q"  # the rank has had child processes in this run
 SETS_KEYS = "z"  # keys: the rank is about to set these keys of a store
 WAITS_FOR_KEYS = "y"  # number, keys, place, thread: until they are set in the world's store
-FUTURE = "u"  # numbers, callback: the body has their future, and maybe a function that runs then
+FUTURE = "u"  # numbers: the body has their future
+CALLBACK = "j"  # callback, numbers: a function of the body's runs once these calls are over
+CALLED = "v"  # callback: that function has returned
 
 #: The thread that makes a call or waits: the rank's main thread, alone; the main thread, while the body
 #: has other Python threads that may communicate as well; another thread.
@@ -64,7 +66,9 @@ SHAPES: dict[str, tuple[type, ...]] = {
     CHILDREN: (),
     SETS_KEYS: (list,),
     WAITS_FOR_KEYS: (int, list, int, int),
-    FUTURE: (list, bool),
+    FUTURE: (list,),
+    CALLBACK: (int, list),
+    CALLED: (int,),
 }
 
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

@@ -7,12 +7,15 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from pytest_smp.ranks.board import Board, Finding
+from pytest_smp.ranks.board.backward_passes import BackwardPasses
 from pytest_smp.ranks.board.fingerprint import Key, describe
+from pytest_smp.ranks.board.futures import Futures
 from pytest_smp.ranks.board.recorder import Description
 from smp_core.errors import BackendError, CollectiveMismatchError, DeadlockError
 from smp_core.transport.helper_threads import HelperThread, count_other_threads
@@ -612,19 +615,78 @@ def test_two_helper_threads_that_start_at_once_both_count() -> None:
         helper.join()
 
 
-def test_a_callback_of_a_future_may_help() -> None:
-    """The callback runs in any thread once its call is over."""
-    for joined in (False, True):
-        board, (one, other) = world(2)
-        number = one.starts(ALL_REDUCE)
-        one.recorder.future([number], callback=True)
-        if joined:
-            other.starts(ALL_REDUCE)
-        other.returns()
-        one.waits(one.posts("irecv", 1))
-        assert (later(board) is None) == joined
-        one.recorder.done([number])
-        assert later(board) is not None
+def _hooks(rank: Rank) -> tuple[torch.futures.Future[int], Callable[..., Any], int]:
+    """The future of an all_reduce of this rank, torch's ``then`` under the recorder, and the call."""
+    futures = Futures(rank.recorder, BackwardPasses(rank.recorder))
+    future = torch.futures.Future[int]()
+    number = rank.starts(ALL_REDUCE)
+    futures.add(future, [number])
+    then = futures.method("then", torch._C.Future.then)
+    assert then is not None
+    return future, then, number
+
+
+def test_callbacks_may_help_until_all_have_run() -> None:
+    """Callbacks run in any thread once their call is over, which the main thread may learn before."""
+    board, (one, other) = world(2)
+    future, then, number = _hooks(one)
+    findings: list[Finding | None] = []
+
+    def look(future: Any) -> None:
+        one.done(number)
+        findings.append(later(board))
+
+    then(then(future, look), look)
+    then(future, look)
+    other.starts(ALL_REDUCE)
+    other.returns()
+    one.waits(one.posts("irecv", 1))
+    assert later(board) is None
+    future.set_result(1)
+    assert findings == [None] * 3
+    assert "rank 0 waits in recv from rank 1" in deadlock(later(board))
+
+
+def test_callbacks_of_a_call_that_cannot_end_help_nobody() -> None:
+    board, (one, other) = world(2)
+    future, then, _ = _hooks(one)
+    then(future, lambda future: None)
+    other.returns()
+    one.waits(one.posts("irecv", 1))
+    assert "rank 0 waits in recv from rank 1" in deadlock(later(board))
+
+
+def test_callbacks_that_torch_refuses_do_not_count() -> None:
+    board, (one, other) = world(2)
+    future, then, number = _hooks(one)
+    with pytest.raises(TypeError):
+        then(future, print, "a second one")
+    other.does(ALL_REDUCE)
+    one.done(number)
+    for rank in (one, other):
+        rank.returns()
+    assert board.settled()
+
+
+def test_a_callback_of_one_run_counts_in_no_other() -> None:
+    board, (one, other) = world(2)
+    future, then, number = _hooks(one)
+    then(future, lambda future: None)
+    other.does(ALL_REDUCE)
+    one.done(number)
+    for rank in (one, other):
+        rank.returns()
+    assert not board.settled()
+    assert board.unfinished(0)
+    assert not board.unfinished(1)
+    board.reset(run=2)
+    one.recorder.begin(2)
+    other.recorder.begin(2)
+    one.world = one.group("WORLD", range(2))
+    one.joins(ALL_REDUCE)
+    future.set_result(1)
+    other.returns()
+    assert "rank 0 waits in all_reduce" in deadlock(later(board))
 
 
 def test_a_call_that_the_backend_has_let_go_is_told() -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -265,6 +266,33 @@ def test_messages_by_keyword() -> None:
             _world().recv([torch.ones(2)], tag=1, srcRank=0).wait()  # type: ignore[call-overload]
 
     assert passes(body, 2).board.settled()
+
+
+def by_callbacks(rank: int) -> None:
+    """All ranks wait while the second callback of a future computes, which then sets the key."""
+
+    def set_key(future: Any) -> None:
+        time.sleep(0.5)
+        _store().set("by a callback", "1")
+
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        last = work.get_future().then(lambda future: future.value()).then(set_key)
+        _store().set("hooked", "1")  # a callback of a future that is done runs at once
+        dist.all_reduce(torch.ones(2))
+        last.wait()
+    else:
+        _store().get("hooked")
+        dist.all_reduce(torch.ones(2))
+        _store().get("by a callback")
+        dist.all_reduce(torch.ones(2))
+
+
+def test_all_ranks_may_wait_for_the_second_callback_of_a_future() -> None:
+    seen = run(by_callbacks, 2, patience=0.1)
+    assert seen.finding is None, str(seen.finding.error)
+    assert (seen.errors, seen.leaks, seen.timed_out) == ({}, [], False)
 
 
 def test_between_a_call_and_its_wait_a_rank_goes_on() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_smp.ranks.board import Board
-from pytest_smp.ranks.board.records import MOST_BYTES, Reader, encode
+from pytest_smp.ranks.board import Board, records
+from pytest_smp.ranks.board.records import MOST_BYTES, SHAPES, Reader, encode
 from smp_core.errors import BackendError
 
 
@@ -50,6 +50,11 @@ def test_garbage_is_refused_and_names_the_rank(data: bytes) -> None:
 def test_what_is_no_record(line: bytes) -> None:
     with pytest.raises(BackendError, match="rank 2"):
         Reader(2).feed(line + b"\n")
+
+
+def test_each_kind_has_a_letter_of_its_own() -> None:
+    names = [name for name, value in vars(records).items() if name.isupper() and type(value) is str]
+    assert sorted(getattr(records, name) for name in names) == sorted(SHAPES)
 
 
 def test_a_line_without_an_end() -> None:
