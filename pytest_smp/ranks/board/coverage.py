@@ -51,6 +51,12 @@ COVERED: tuple[Covered, ...] = (
         "DDP's communication hooks in Python", True, False, "DDP waits for their futures in C++"
     ),
     Covered("monitored_barrier", True, True),
+    Covered(
+        "Future.wait of a work's future, and of those that then and collect_all make of it",
+        True,
+        True,
+    ),
+    Covered("waits for keys of the world's Store: get, wait, multi_get", False, True),
     Covered("the object transport of smp", True, True),
 )
 
@@ -59,8 +65,10 @@ NOT_COVERED: tuple[tuple[str, str], ...] = (
         "init_process_group of other ranks than the run's, split_group, shrink_group",
         "they meet in a store, in C++",
     ),
-    ("waits on a Store", "they are C++, and anybody may set the key"),
-    ("Future.wait of a work's future", "C++; the work counts as waited for"),
+    (
+        "waits on a Store that is not the world's, or with a time limit below torch's default",
+        "other processes may set the key; an error is expected",
+    ),
     ("polling Work.is_completed", "a rank that polls runs"),
     ("methods of a Backend object", "it belongs to no process group that names its ranks"),
     ("process groups that torch.distributed was never told of", "their world ranks are not known"),
