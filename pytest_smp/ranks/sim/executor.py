@@ -43,6 +43,7 @@ from pytest_smp.ranks.sim.threads import LOOK, RankThreads
 from smp_core.errors import (
     BackendError,
     Cancelled,
+    CrashError,
     LeakError,
     RunTimeout,
     SmpError,
@@ -282,11 +283,11 @@ class ThreadExecutor(Executor):
         one_core: OneCore,
     ) -> None:
         """Leave the ranks of a run that does not end behind; the next run gets new threads."""
-        scheduler.abandon(reason)
-        one_core.release(context.thread.thread.native_id for context in contexts)
         for context in contexts:
             context.thread.abandoned = True
         self._threads = self._threads[len(contexts) :]
+        scheduler.abandon(reason)
+        one_core.release(context.thread.thread.native_id for context in contexts)
         for _ in range(10):  # a body may swallow it, or the next rank may be another that loops
             running = scheduler.running
             if running is not None:
@@ -383,10 +384,12 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         return Outcome(rank, OutcomeKind.RETURNED, value)
     except Cancelled as error:
         if not context.scheduler.ended:  # of the body's own making
+            _take_turn(context)
             context.scheduler.fail(context.body_state, error)
             return Outcome(rank, OutcomeKind.RAISED, error=error)
         return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
     except job.skips as error:
+        _take_turn(context)
         stack_frames.cut_traceback(error, ours=False)
         return Outcome(rank, OutcomeKind.SKIPPED, error=error)
     except BaseException as error:
@@ -394,14 +397,22 @@ def _outcome(context: RankContext, fabric: WorldFabric) -> Outcome:
         if not isinstance(error, VerdictError):
             for text in rank_fabric.in_flight():
                 error.add_note(text)
+        _take_turn(context)
         context.scheduler.fail(context.body_state, error)
         return Outcome(rank, OutcomeKind.RAISED, error=error)
     finally:
         rank_fabric.leave()
 
 
+def _take_turn(context: RankContext) -> None:
+    """The body ends: have the turn, which a thread of the rank may have had beside it."""
+    threads = context.scheduler.threads
+    if threads is not None:
+        threads.take_turn(context)
+
+
 def _wait_for_threads(context: RankContext) -> None:
-    """The body returns: have the turn, and wait until no thread of the rank is in a communication call."""
+    """The body returns: have the turn, and wait until the threads of the rank have ended."""
     threads = context.scheduler.threads
     if threads is not None:
         threads.take_turn(context)
@@ -457,8 +468,9 @@ def _unfinished(scheduler: Scheduler, contexts: list[RankContext]) -> dict[int, 
         if context.fabric is None:
             detail, kind = "has not started", OutcomeKind.CANCELLED
         elif waiting is not None:
-            missing = ranks_text(waiting.missing(rank))
-            detail = f"waits in {waiting.describe(rank)} for {missing}"
+            missing = waiting.missing(rank)
+            detail = f"waits in {waiting.describe(rank)}"
+            detail += f" for {ranks_text(missing)}" if missing else ""
             detail += handled.while_handling(exceptions[rank])
         elif context.body_state is scheduler.running:
             detail = "never came back: it computes, or waits where the scheduler cannot see"
@@ -488,6 +500,8 @@ def _timeout(
         frame = stacks.get(context.thread.thread.ident or 0)
         if frame is not None and outcome.kind is OutcomeKind.STUCK:
             lines.append(stack_frames.stack_text(frame))
+    if scheduler.threads is not None:
+        lines += scheduler.threads.unfinished()
     if scheduler.judgement is not None and not scheduler.ended:
         lines.append(str(scheduler.verdict()[0]))
     timeout = RunTimeout("\n".join(lines))
@@ -515,6 +529,9 @@ def _report(
     waits = {wait.rank: wait for wait in scheduler.stuck}
     for context in contexts:
         outcome = context.finished_outcome()
+        if context.crashed and cause is None:  # by a thread, when all bodies had ended
+            crash = CrashError(f"rank {context.rank} {outcome.detail}")
+            cause = Cause(VerdictKind.CRASHED, context.rank, crash)
         if outcome.rank in waits:
             outcome.kind = OutcomeKind.STUCK
             outcome.detail = "\n".join(wait_lines([waits[outcome.rank]])).strip()

@@ -67,11 +67,11 @@ class RankContext:
             Cancelled: in the rank's own thread, to unwind its body.
         """
         self.crashed = how
-        if current_rank.current() is self and self.scheduler.threads is not None:
-            self.scheduler.threads.take_turn(self)
-        self.scheduler.fail(
-            self.thread_state, CrashError(f"rank {self.rank} crashed: {how}{where}")
-        )
+        error = CrashError(f"rank {self.rank} crashed: {how}{where}")
+        if self.scheduler.threads is not None:
+            self.scheduler.threads.fail(self, error)
+        else:
+            self.scheduler.fail(self.thread_state, error)
         if current_rank.current() is self:
             raise Cancelled(f"rank {self.rank} crashed: {how}")
 

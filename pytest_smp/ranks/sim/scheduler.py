@@ -77,6 +77,8 @@ class ThreadTurns(Protocol):
 
     def take_turn(self, context: Any) -> None: ...
 
+    def fail(self, context: Any, failure: BaseException) -> None: ...
+
     def pass_turn(self, state: ThreadState, *, decided: bool) -> None: ...
 
     def finish(self, state: ThreadState) -> None: ...
@@ -98,6 +100,8 @@ class ThreadTurns(Protocol):
     def place(self, state: ThreadState, frames: dict[int, Any]) -> Place | None: ...
 
     def blocked(self) -> list[tuple[int, str, Place | None]]: ...
+
+    def unfinished(self) -> list[str]: ...
 
     def notes(self) -> list[str]: ...
 
@@ -250,7 +254,7 @@ class Scheduler:
         if thread_state.waiting is operation:
             thread_state.waiting = None
             self._ready.append(thread_state)
-        for helper in self.helpers:
+        for helper in tuple(self.helpers):  # others of them end meanwhile
             if helper.waiting is operation and helper.rank == rank:
                 helper.waiting = None
                 self._ready.append(helper)
@@ -346,11 +350,12 @@ class Scheduler:
         """Return whether a thread of this rank, or of any, can go on when its turn comes."""
         if rank is None:
             return bool(self._ready)
-        return any(thread_state.rank == rank for thread_state in self._ready)
+        # A copy: a rank that runs may wake others meanwhile.
+        return any(thread_state.rank == rank for thread_state in tuple(self._ready))
 
     def prefer(self, rank: int) -> None:
         """Let the first thread of this rank in the queue be the next."""
-        for thread_state in self._ready:
+        for thread_state in tuple(self._ready):
             if thread_state.rank == rank:
                 self._ready.remove(thread_state)
                 self._ready.appendleft(thread_state)
@@ -447,13 +452,22 @@ class Scheduler:
     def _give_judgement(self) -> None:
         assert self._judge is not None
         failure, blamed = self.verdict()
-        thread_state = self.thread_states[blamed]
-        if (
-            thread_state.waiting is None and thread_state is not self.running
-        ):  # it would not raise it at its call
-            thread_state = self._judge
+        thread_state = self._judge
+        if blamed != thread_state.rank:
+            thread_state = self._thread_in_judgement(blamed) or thread_state
         self._end(failure, thread_state.rank)
         self._must_raise = thread_state
+
+    def _thread_in_judgement(self, rank: int) -> ThreadState | None:
+        """The thread of a rank that has made the call which the judgement is about, and has not gone on."""
+        assert self.judgement is not None
+        call = self.judgement.describe(rank)
+        for state in self._called():
+            waiting = state.waiting
+            if state.rank == rank and waiting is not None and waiting.describe(rank) == call:
+                return state
+        running = self.running
+        return running if running is not None and running.rank == rank else None
 
     def _waits(self) -> list[diagnosis.Wait]:
         exceptions = self.exceptions(range(len(self.thread_states)))

@@ -13,6 +13,7 @@ looks at intervals while a run has threads, and the turn goes on without it.
 from __future__ import annotations
 
 import _thread
+import concurrent.futures
 import concurrent.futures.thread as pools
 import contextlib
 import functools
@@ -32,12 +33,11 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks of the controller at the strands that have the turn and do not come back.
 LOOK = 0.02
-#: Seconds that a thread which has never communicated may sleep, until a deadlock is told without it.
-_QUIET = 5.0
+#: Seconds that a run which has ended stays for threads that wait for each other outside of communication.
+PATIENCE = 5.0
 #: Looks after which the turn no longer stays for a thread that computes, waits in a loop, or sleeps inside of a lock.
 _SPINNING = 50
 
-_join, _sleep = threading.Thread.join, time.sleep
 _wait = threading.Condition.wait
 _new_lock = _thread.allocate_lock
 
@@ -57,6 +57,20 @@ class _Block:
         self.cancelled = False
 
 
+class _Waiter:
+    """A lock that a condition releases to notify a wait: the wait is over before its thread goes on."""
+
+    def __init__(self) -> None:
+        self.lock = _new_lock()
+        self.lock.acquire()
+        self.over = False
+
+    def release(self) -> None:
+        """Called by Condition.notify."""
+        self.over = True
+        self.lock.release()
+
+
 class Strand:
     """One thread of a rank, or one task of a pool's thread: what the scheduler knows of it."""
 
@@ -64,6 +78,8 @@ class Strand:
         self, context: RankContext, state: ThreadState, name: str, thread: threading.Thread | None
     ) -> None:
         self.context, self.state, self.name, self.thread = context, state, name, thread
+        self.future: concurrent.futures.Future[Any] | None = None  # of a task of a pool
+        self.daemon = thread is not None and thread.daemon  # the rank does not wait for its end
         self.started = stack_frames.caller_place()  # the user's line
         self.communicates = False  # it has made a communication call
         self.over = False
@@ -91,12 +107,23 @@ class Strand:
         """Look whether the thread sleeps. Called at intervals while the turn stays for it."""
         self.looks += 1
         thread = self.thread
-        if thread is not None and thread.ident is not None:
-            seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        if thread is not None and thread.native_id is not None:
+            seconds = _compute_seconds(thread.native_id)
             if seconds == self._seconds and _sleeps(thread):
                 self.asleep = True
             self._seconds = seconds
         self.passed_over = self.looks > (_SPINNING if self.communicates else 1)
+
+
+def _compute_seconds(native_id: int) -> float:
+    """The CPU time of a thread; 0 of one that has ended, or where the operating system does not say.
+
+    The clock is the one of pthread_getcpuclockid, which must not be called for a thread that has ended.
+    """
+    try:
+        return time.clock_gettime((~native_id << 3) | 6)  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
+    except OSError:
+        return 0.0
 
 
 def _sleeps(thread: threading.Thread) -> bool:
@@ -121,23 +148,27 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class _ThreadsInCalls:
-    """A body has ended, and threads of its rank are in communication calls. An Operation of the scheduler."""
+class _EndOfThreads:
+    """A body has ended, and threads of its rank go on. An Operation of the scheduler.
+
+    As at the interpreter's exit, daemon threads are left alone, but for a call that they are in.
+    """
 
     def __init__(self, threads: RankThreads, rank: int) -> None:
         self._threads, self._rank = threads, rank
 
     @property
     def done(self) -> bool:
-        """True if no other strand of the rank is in a call, or on its way to the next one."""
+        """True if every other strand of the rank has ended, or is a daemon's that is in no call."""
         return not any(
-            strand.communicates and not strand.is_main and self._threads.is_under_way(strand)
+            not strand.daemon or (strand.communicates and self._threads.is_under_way(strand))
             for strand in self._threads.strands_of(self._rank)
+            if not strand.is_main
         )
 
     def describe(self, rank: int) -> str:
         """See Operation."""
-        return "the end of its threads' calls"
+        return "the end of its threads"
 
     def missing(self, rank: int) -> tuple[int, ...]:
         """See Operation."""
@@ -153,12 +184,11 @@ class RankThreads:
         self._gate = threading.RLock()
         self._strands: dict[int, list[Strand]] = {}  # by rank, the body's thread first
         self._by_state: dict[ThreadState, Strand] = {}
-        self._closing: list[tuple[int, _ThreadsInCalls]] = []
+        self._closing: list[tuple[int, _EndOfThreads]] = []
         self._failures: list[str] = []  # of threads that have raised
         self._turn_rank = -1
         self._idle_since: float | None = None
         self._closed = False
-        self._stack = contextlib.ExitStack()
 
     # The run.
 
@@ -166,7 +196,9 @@ class RankThreads:
     def entered(self) -> Iterator[None]:
         """While entered, threads and tasks of pools that ranks start are theirs."""
         with (
-            _quiet_starts(),
+            _waits_dispatched(),
+            _replaced(threading.Thread, "__init__", self._new_thread),
+            _quiet_starts(self._forget_thread),
             current_rank.child_threads(self._adopt_thread),
             _tasks(self._adopt_task),
         ):
@@ -178,7 +210,8 @@ class RankThreads:
                     for strands in self._strands.values():
                         for strand in strands:
                             strand.registered.clear()
-                self._stack.close()
+                if _Active.threads is self:
+                    _Active.threads = None
 
     def _begin(self, context: RankContext) -> None:
         """Keep track of strands from now on: a rank starts its first thread."""
@@ -191,14 +224,7 @@ class RankThreads:
                 strand.communicates = True
                 self._strands[each.rank], self._by_state[strand.state] = [strand], strand
             self._turn_rank = context.rank
-            for owner, name, value in (
-                (threading.Thread, "join", self._join),
-                (threading.Condition, "wait", self._wait),
-                (time, "sleep", self._sleep),
-            ):
-                self._stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, _method(value) if isinstance(owner, type) else value)
-            scheduler.threads = self
+            scheduler.threads = _Active.threads = self
         with contextlib.suppress(RuntimeError):  # the controller looks at the run from now on
             scheduler.done.release()
 
@@ -218,8 +244,22 @@ class RankThreads:
             self._scheduler.helpers.append(strand.state)
         return strand
 
+    def _new_thread(
+        self, original: Callable[..., None], thread: threading.Thread, *args: Any, **kwargs: Any
+    ) -> None:
+        """Stands in for Thread.__init__: the thread of a body is a main thread, which is no daemon."""
+        original(thread, *args, **kwargs)
+        context: Any = current_rank.current()
+        if kwargs.get("daemon") is None and not self._closed and context in self._contexts:
+            thread._daemonic = _local.strand is not None and _local.strand.daemon  # type: ignore[attr-defined]
+
     def _adopt_thread(self, context: Any, thread: threading.Thread) -> None:
         """A rank is about to start a thread."""
+        if self._closed or context not in self._contexts or thread._started.is_set():  # type: ignore[attr-defined]
+            return
+        daemon = thread.daemon
+        # One that does not come back must not hold up the end of the interpreter.
+        thread._daemonic = True  # type: ignore[attr-defined]
         target: Any = getattr(thread, "_target", None)
         if target is pools._worker:
             return  # its tasks are strands
@@ -229,22 +269,34 @@ class RankThreads:
             thread.run = functools.partial(_stand_for, self._current(context), run)  # type: ignore[method-assign]
             return
         strand = self._new_strand(context, thread.name, thread)
+        strand.daemon = daemon
         thread.run = functools.partial(self._run_thread, strand, run)  # type: ignore[method-assign]
 
-    def _adopt_task(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _forget_thread(self, thread: threading.Thread) -> None:
+        """A thread that was adopted could not be started."""
+        strand = self._strand_of(thread)
+        if strand is not None and not thread._started.is_set():  # type: ignore[attr-defined]
+            run: Any = thread.run
+            thread.run, thread._daemonic = run.args[1], strand.daemon  # type: ignore[method-assign, attr-defined]
+            self._end_strand(strand)
+
+    def _adopt_task(self, item: Any) -> None:
         """Make a task of a pool a strand of the rank that submits it."""
         context: Any = current_rank.current()
         if self._closed or context not in self._contexts:
-            return run
+            return
+        run = item.run
         strand = self._new_strand(context, "task of a pool", None)
+        strand.future = item.future
 
         def run_task(*args: Any) -> Any:
+            del item.run  # the item would keep itself
             thread = threading.current_thread()
             strand.name, strand.thread = thread.name, thread
             with self._running(strand):
                 return run(*args)
 
-        return run_task
+        item.run = run_task
 
     def _run_thread(self, strand: Strand, run: Callable[[], None]) -> None:
         scheduler = self._scheduler
@@ -252,7 +304,7 @@ class RankThreads:
             with self._running(strand):
                 run()
         except Cancelled:
-            if not scheduler.ended and not scheduler.thread_states[strand.state.rank].finished:
+            if not scheduler.ended:
                 raise
         except BaseException as error:
             if error is scheduler.failure:  # it is in the report
@@ -282,19 +334,27 @@ class RankThreads:
 
     def _end_strand(self, strand: Strand) -> None:
         with self._gate:
-            strand.over = True
-            if self._closed:
+            over, strand.over = strand.over, True
+            if self._closed or over:
                 return
             strand.context.fabric.forget_groups()
             self._strands[strand.state.rank].remove(strand)
             self._scheduler.helpers.remove(strand.state)
+            del self._by_state[strand.state]
             if self._scheduler.running is strand.state:
                 self._scheduler.running = None
             self._advance()
 
-    def strands_of(self, rank: int) -> list[Strand]:
+    def strands_of(self, rank: int) -> tuple[Strand, ...]:
         """The strands of a rank that have not ended, the body's own first."""
-        return self._strands[rank]
+        return tuple(self._strands[rank])
+
+    def _all_strands(self) -> list[Strand]:
+        return [strand for rank in tuple(self._strands) for strand in self.strands_of(rank)]
+
+    def _strand_of(self, thread: threading.Thread) -> Strand | None:
+        """The strand that a thread runs at present."""
+        return next((strand for strand in self._all_strands() if strand.thread is thread), None)
 
     def _current(self, context: RankContext) -> Strand | None:
         """The strand of a rank that the calling thread is; the body's own, unless another is known."""
@@ -308,12 +368,13 @@ class RankThreads:
         if _local.starts:
             return None
         strand = _local.strand
-        if strand is None and not self._closed:
-            context: Any = current_rank.current()
-            if context in self._contexts:
-                main = self._strands[context.rank][0]
-                strand = main if main.thread is threading.current_thread() else None
-        return None if self._closed else strand
+        context: Any = current_rank.current()
+        if self._closed or context not in self._contexts:
+            return None
+        if strand is None:
+            main = self._strands[context.rank][0]
+            strand = main if main.thread is threading.current_thread() else None
+        return None if strand is None or strand.block is not None else strand
 
     def register_groups(self, context: RankContext) -> None:
         """Enter the rank's groups in torch's registry, which each thread has for itself on `sim`."""
@@ -334,7 +395,10 @@ class RankThreads:
             if scheduler.running is state:
                 return
             if scheduler.thread_states[state.rank].finished and not strand.is_main:
-                raise Cancelled(f"the body of rank {state.rank} has ended")
+                text = f"thread {strand.name!r} made a communication call, and the body of rank {state.rank}"
+                raise Cancelled(
+                    f"{text} has ended: join the thread in the body, or make it no daemon"
+                )
             self._request(strand)
         state.turn.acquire()
         self.register_groups(context)
@@ -347,6 +411,15 @@ class RankThreads:
         if running is not None and same and self._by_state[running].blocks():
             scheduler.running = None
         self._advance()
+
+    def fail(self, context: RankContext, failure: BaseException) -> None:
+        """End the run because of what the calling thread does, even if it can have no turn any more."""
+        if current_rank.current() is context:
+            with contextlib.suppress(Cancelled):  # the body has ended
+                self.take_turn(context)
+        with self._gate:
+            self._scheduler.fail(context.body_state, failure)
+            self._advance()
 
     def pass_turn(self, state: ThreadState, *, decided: bool) -> None:
         """The strand waits, or gives way; return when it has the turn again."""
@@ -365,9 +438,9 @@ class RankThreads:
             self._advance()
 
     def wait_for_calls(self, context: RankContext) -> None:
-        """The body returns: wait until its threads are in no communication call any more."""
+        """The body returns: wait until its threads have ended."""
         scheduler, rank = self._scheduler, context.rank
-        operation = _ThreadsInCalls(self, rank)
+        operation = _EndOfThreads(self, rank)
         if not scheduler.ended and not operation.done:
             self._closing.append((rank, operation))
             scheduler.wait(scheduler.thread_states[rank], operation)
@@ -425,7 +498,8 @@ class RankThreads:
         else:
             if self._idle_since is None:
                 self._idle_since = time.monotonic()
-            if scheduler.ended and not self.may_come():
+            patient = time.monotonic() - self._idle_since < PATIENCE
+            if scheduler.ended and not (patient and self.may_come()):
                 self._cancel_blocks()
 
     def _grant(self, state: ThreadState) -> None:
@@ -439,26 +513,19 @@ class RankThreads:
 
     def may_come(self) -> bool:
         """Return whether a strand outside of communication may still come, when nobody can run."""
-        idle = 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
         return any(
-            self._may_come(strand, idle, blocks=any(each.blocks() for each in strands))
+            self._may_come(strand)
             for strands in self._strands.values()
             if not strands[0].state.finished
             for strand in strands
         )
 
-    def _may_come(self, strand: Strand, idle: float, *, blocks: bool) -> bool:
-        """``blocks``: whether a strand of the rank waits outside of communication, maybe for this one."""
+    def _may_come(self, strand: Strand) -> bool:
+        """Return False only if the strand waits for what another one does: what a sleeping one does is not known."""
         if strand.over or strand.state.waiting is not None:
             return False
-        block = strand.block if strand.blocks() else None
-        if block is not None:
-            return block.limit is not None and idle < block.limit + _QUIET
-        if strand.thread is None:  # a task that no thread of its pool has begun
-            return idle < 2 * _QUIET
-        if strand.communicates or blocks or not strand.asleep:
-            return True
-        return idle < _QUIET
+        block = strand.block
+        return block is None or block.limit is not None or not block.holds()
 
     def look(self) -> None:
         """Called by the controller at intervals: pass the turn over strands that sleep."""
@@ -468,10 +535,11 @@ class RankThreads:
             if scheduler.over:
                 return
             if running is None:
-                for strands in self._strands.values():
-                    for strand in strands:
-                        if self._is_active(strand) or strand.passed_over:
-                            strand.look()
+                for strand in self._all_strands():
+                    if strand.thread is None and strand.future is not None and strand.future.done():
+                        self._end_strand(strand)  # its pool was shut down before it began
+                    elif self._is_active(strand) or strand.passed_over:
+                        strand.look()
                 self._advance()
                 return
             strand = self._by_state[running]
@@ -499,11 +567,10 @@ class RankThreads:
 
     def _cancel_blocks(self) -> None:
         """The run has ended: unwind strands that wait for what will not come."""
-        for strands in self._strands.values():
-            for strand in strands:
-                if strand.blocks() and strand.block is not None and strand.block.cancel:
-                    strand.block.cancelled = True
-                    strand.block.cancel()
+        for strand in self._all_strands():
+            if strand.blocks() and strand.block is not None and strand.block.cancel:
+                strand.block.cancelled = True
+                strand.block.cancel()
 
     # Words.
 
@@ -513,28 +580,48 @@ class RankThreads:
         return "" if strand.is_main else f" in thread {strand.name!r}"
 
     def thread_of(self, state: ThreadState) -> threading.Thread | None:
-        """The thread of a strand."""
-        return self._by_state[state].thread
+        """The thread of a strand that has not ended."""
+        strand = self._by_state.get(state)
+        return None if strand is None else strand.thread
 
     def place(self, state: ThreadState, frames: dict[int, Any]) -> Place | None:
         """The user's line in which a thread is, or the line that has started it."""
-        strand = self._by_state[state]
+        strand = self._by_state.get(state)
+        if strand is None:
+            return None
         ident = None if strand.thread is None else strand.thread.ident
         return stack_frames.user_place(frames.get(ident or 0)) or strand.started
 
     def blocked(self) -> list[tuple[int, str, Place | None]]:
-        """The waits of strands outside of communication: rank, words, line."""
+        """The waits of strands outside of communication: rank, words, line. Of ranks that have not ended."""
         frames = stack_frames.thread_frames()
         return [
             (
-                rank,
+                strand.state.rank,
                 f"{strand.block.text}{self.waiting_name(strand.state)}",
                 stack_frames.user_place(frames.get(strand.thread.ident or 0)),
             )
-            for rank, strands in self._strands.items()
-            for strand in strands
+            for strand in self._all_strands()
             if strand.blocks() and strand.block is not None and strand.thread is not None
+            if strand.block.limit is None and not strand.context.body_state.finished
         ]
+
+    def unfinished(self) -> list[str]:
+        """The threads of ranks that have not ended, and what each one does."""
+        frames = stack_frames.thread_frames()
+        lines = []
+        for strand in self._all_strands():
+            if strand.is_main or strand.context.body_state.finished:
+                continue
+            rank, waiting, block = strand.state.rank, strand.state.waiting, strand.block
+            text = f"thread {strand.name!r} of rank {rank} has not ended"
+            if waiting is not None:
+                text += f": it waits in {waiting.describe(rank)}"
+            elif block is not None:
+                text += f": it waits in {block.text}"
+            place = self.place(strand.state, frames)
+            lines.append(text + ("" if place is None else f"\n    {place}"))
+        return lines
 
     def notes(self) -> list[str]:
         """Notes on the threads that have raised."""
@@ -542,7 +629,7 @@ class RankThreads:
 
     def counts_as_wait(self, state: ThreadState) -> bool:
         """Return whether the wait is a call of the user's."""
-        return not isinstance(state.waiting, _ThreadsInCalls)
+        return not isinstance(state.waiting, _EndOfThreads)
 
     # Waits outside of communication.
 
@@ -572,40 +659,46 @@ class RankThreads:
             if not self._closed:
                 self.register_groups(strand.context)
 
-    def _join(self, thread: threading.Thread, timeout: float | None = None) -> None:
+    def join(
+        self, original: Callable[..., None], thread: threading.Thread, timeout: float | None = None
+    ) -> None:
         """Stands in for Thread.join."""
         strand = self._own()
         run: Any = vars(thread).get("run")
-        joined = run.args[0] if isinstance(run, functools.partial) and run.args else None
-        if strand is None or not thread.is_alive() or (timeout is not None and timeout <= 0):
-            _join(thread, timeout)
+        works_for_strand = isinstance(run, functools.partial) and run.func is _stand_for
+        timed = timeout is not None and timeout <= 0
+        if strand is None or works_for_strand or timed or not thread.is_alive():
+            original(thread, timeout)
             return
         text = f"Thread.join() of thread {thread.name!r}"
-        if isinstance(joined, Strand):
-            joined_strand = joined
-            block = _Block(text, lambda: not joined_strand.over, timeout)
+        if (
+            current_rank.parent_rank(thread) is not None
+        ):  # of a pool's thread, its tasks are strands
+            block = _Block(text, lambda: self._strand_of(thread) is not None, timeout)
         else:
             block = _Block(text, thread.is_alive, math.inf if timeout is None else timeout)
         with self._blocked(strand, block):
-            _join(thread, timeout)
+            original(thread, timeout)
 
-    def _sleep(self, seconds: float) -> None:
+    def sleep(self, original: Callable[..., None], seconds: float) -> None:
         """Stands in for time.sleep."""
         strand = self._own()
         if strand is None:
-            _sleep(seconds)
+            original(seconds)
             return
         with self._blocked(strand, _Block("time.sleep()", lambda: True, seconds)):
-            _sleep(seconds)
+            original(seconds)
 
-    def _wait(self, condition: Any, timeout: float | None = None) -> bool:
+    def wait(
+        self, original: Callable[..., bool], condition: Any, timeout: float | None = None
+    ) -> bool:
         """Stands in for Condition.wait, by which events, queues, futures and semaphores wait, too."""
         strand = self._own()
-        if strand is None or not condition._is_owned() or (timeout is not None and timeout <= 0):
-            return _wait(condition, timeout)
-        waiter = _new_lock()
-        waiter.acquire()
-        block = _Block("threading.Condition.wait()", waiter.locked, timeout)
+        foreign = original is not _wait or not condition._is_owned()
+        if strand is None or foreign or (timeout is not None and timeout <= 0):
+            return original(condition, timeout)
+        waiter = _Waiter()
+        block = _Block("threading.Condition.wait()", lambda: not waiter.over, timeout)
 
         def cancel() -> None:
             with contextlib.suppress(ValueError, RuntimeError):  # notified meanwhile
@@ -618,7 +711,7 @@ class RankThreads:
         notified = False
         try:
             with self._blocked(strand, block):
-                notified = waiter.acquire(timeout=-1 if timeout is None else timeout)
+                notified = waiter.lock.acquire(timeout=-1 if timeout is None else timeout)
         finally:
             condition._acquire_restore(saved)
             if not notified:
@@ -629,13 +722,50 @@ class RankThreads:
         return notified
 
 
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method as a function that a class can have: its first argument is the instance."""
+class _Active:
+    """The run whose strands wait by the functions below."""
 
+    threads: RankThreads | None = None
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """While entered, ``function`` is called in the place of an attribute, which it gets as first argument."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        return function(original, *args, **kwargs)
 
-    return call
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        if getattr(owner, name) is call:  # else somebody has replaced it, and puts this one back
+            setattr(owner, name, original)
+
+
+def _dispatched(name: str) -> Callable[..., Any]:
+    """A function that waits as the active run does, and refers to no run: a module may keep it."""
+
+    def wait(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        threads = _Active.threads
+        if threads is None:
+            return original(*args, **kwargs)
+        return getattr(threads, name)(original, *args, **kwargs)
+
+    return wait
+
+
+@contextlib.contextmanager
+def _waits_dispatched() -> Iterator[None]:
+    """While entered, strands wait by RankThreads."""
+    with (
+        _replaced(threading.Thread, "join", _dispatched("join")),
+        _replaced(threading.Condition, "wait", _dispatched("wait")),
+        _replaced(time, "sleep", _dispatched("sleep")),
+    ):
+        yield
 
 
 def _stand_for(strand: Strand | None, run: Callable[[], None]) -> None:
@@ -645,37 +775,34 @@ def _stand_for(strand: Strand | None, run: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_starts() -> Iterator[None]:
-    """While entered, the turn does not pass while a thread begins: its starter may hold a lock of all ranks."""
-    original = threading.Thread.start
+def _quiet_starts(failed: Callable[[threading.Thread], None]) -> Iterator[None]:
+    """While entered, the turn does not pass while a thread begins: its starter may hold a lock of all ranks.
 
-    def start(thread: threading.Thread) -> None:
+    ``failed`` is called with a thread that could not be started.
+    """
+
+    def start(original: Callable[..., None], thread: threading.Thread) -> None:
         outer, _local.starts = _local.starts, True
         try:
             original(thread)
+        except BaseException:
+            failed(thread)
+            raise
         finally:
             _local.starts = outer
 
-    threading.Thread.start = start  # type: ignore[method-assign, assignment]
-    try:
+    with _replaced(threading.Thread, "start", start):
         yield
-    finally:
-        threading.Thread.start = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _tasks(adopt: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def _tasks(adopt: Callable[[Any], None]) -> Iterator[None]:
     """While entered, the tasks that ranks give to pools of threads are adopted."""
-    item: Any = pools._WorkItem
-    original = item.__init__
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def __init__(original: Callable[..., None], item: Any, *args: Any, **kwargs: Any) -> None:
+        original(item, *args, **kwargs)
         if current_rank.current() is not None:
-            self.run = adopt(self.run)
+            adopt(item)
 
-    item.__init__ = __init__
-    try:
+    with _replaced(pools._WorkItem, "__init__", __init__):
         yield
-    finally:
-        item.__init__ = original

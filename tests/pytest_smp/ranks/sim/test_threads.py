@@ -5,11 +5,17 @@ that the program alone decides where it decides one.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import gc
+import os
 import queue
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +28,10 @@ import smp_core.torch as smp
 from pytest_smp import strategies
 from pytest_smp.ranks.protocols import OutcomeKind, VerdictKind
 from pytest_smp.ranks.schedule import Schedule
+from pytest_smp.ranks.sim import threads
+from pytest_smp.ranks.sim.scheduler import Scheduler
 from smp_core.errors import CollectiveMismatchError, DeadlockError
+from smp_core.transport import current_rank, stack_frames
 
 Work = Callable[[], Any]
 
@@ -333,3 +342,442 @@ def test_full_disk_reaches_a_thread(smp_world: Any, smp_faults: Any, tmp_path: A
 
     smp_faults.full_disk(rank=1, below=tmp_path)
     assert smp_world.run(body, tmp_path, ranks=2) == [[0] * len(WAYS), [1] * len(WAYS)]
+
+
+class _Looks:
+    """Lets a test wait until the controller has looked at the threads of a run."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self._looked = threading.Semaphore(0)
+        look = threads.RankThreads.look
+
+        def look_and_tell(rank_threads: Any) -> None:
+            look(rank_threads)
+            self._looked.release()
+
+        monkeypatch.setattr(threads.RankThreads, "look", look_and_tell)
+
+    def wait(self, count: int) -> None:
+        """Spin: a wait that Python or the operating system tells of would be seen."""
+        while count:
+            count -= self._looked.acquire(blocking=False)
+
+
+@pytest.fixture
+def looks(monkeypatch: Any) -> _Looks:
+    return _Looks(monkeypatch)
+
+
+@pytest.fixture
+def uncaught(monkeypatch: Any) -> list[BaseException]:
+    """The exceptions of threads, for which pytest would warn."""
+    raised: list[BaseException] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
+    return raised
+
+
+def after_the_body(smp_world: Any, work: Work) -> Any:
+    """The report of a run in which a daemon thread of rank 0 works once the body of rank 0 has returned."""
+    begin, end = threading.Lock(), threading.Lock()  # of which Python tells nobody
+    begin.acquire()
+    end.acquire()
+
+    def run() -> None:
+        begin.acquire()
+        try:
+            work()
+        finally:
+            end.release()
+
+    def body() -> None:
+        if dist.get_rank() == 0:
+            threading.Thread(target=run, name="saver", daemon=True).start()
+        else:
+            begin.release()
+            end.acquire()
+
+    return smp_world.report(body, ranks=2)
+
+
+def test_crash_after_the_body_is_no_pass(smp_world: Any, uncaught: list[BaseException]) -> None:
+    report = after_the_body(smp_world, lambda: os._exit(3))
+    assert report.verdict is VerdictKind.CRASHED
+    assert "rank 0 crashed: exit code 3" in str(report.error)
+    assert report.outcomes[0].kind is OutcomeKind.CRASHED
+
+
+def test_body_that_raises_beside_its_thread_has_the_turn(
+    smp_world: Any, monkeypatch: Any, looks: _Looks
+) -> None:
+    """The body goes on without the turn once it has a lock that its thread held over a barrier."""
+    turns: list[bool] = []
+    fail = Scheduler.fail
+
+    def fail_and_tell(scheduler: Scheduler, state: Any, failure: BaseException) -> None:
+        turns.append(scheduler.running is state)
+        fail(scheduler, state, failure)
+
+    monkeypatch.setattr(Scheduler, "fail", fail_and_tell)
+
+    def body() -> None:
+        lock, locked = threading.Lock(), threading.Event()
+
+        def save() -> None:
+            with lock:
+                locked.set()
+                dist.barrier()
+            looks.wait(3)
+            dist.barrier()
+
+        threading.Thread(target=save).start()
+        locked.wait()
+        with lock:
+            raise ValueError("planted")
+
+    report = smp_world.report(body, ranks=1)
+    assert isinstance(report.error, ValueError)
+    assert turns == [True]
+
+
+def by_sleep(work: Work) -> None:
+    time.sleep(0.01)
+    work()
+
+
+def by_event_timeout(work: Work) -> None:
+    threading.Event().wait(0.01)
+    work()
+
+
+def by_two_calls(work: Work) -> None:
+    dist.barrier()
+    time.sleep(0.01)
+    work()
+
+
+@pytest.mark.parametrize("way", [by_sleep, by_event_timeout, by_two_calls])
+def test_body_ends_after_its_threads(smp_world: Any, way: Callable[[Work], None]) -> None:
+    """As the interpreter joins threads at its exit, and tasks of pools."""
+    results: list[float] = []
+
+    def body() -> None:
+        def work() -> None:
+            way(lambda: results.append(summed(1.0)))
+
+        if dist.get_rank():
+            concurrent.futures.ThreadPoolExecutor(1).submit(work)
+        else:
+            threading.Thread(target=lambda: threading.Thread(target=work).start()).start()
+
+    smp_world.run(body, ranks=2)
+    assert results == [2.0, 2.0]
+
+
+def test_assertion_of_a_thread_that_nobody_joins_is_told(
+    smp_world: Any, uncaught: list[BaseException]
+) -> None:
+    def work() -> None:
+        by_two_calls(dist.barrier)
+        raise AssertionError("planted")
+
+    smp_world.run(lambda: threading.Thread(target=work).start(), ranks=2)
+    assert [str(error) for error in uncaught] == ["planted"] * 2
+
+
+def test_body_does_not_wait_for_a_cancelled_task(smp_world: Any) -> None:
+    def body() -> list[bool]:
+        pool, begun = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
+
+        def run() -> None:
+            begun.set()
+            dist.barrier()
+
+        pool.submit(run)
+        tasks = [pool.submit(dist.barrier) for _ in range(2)]
+        begun.wait()
+        tasks[0].cancel()
+        pool.shutdown(wait=False, cancel_futures=True)
+        return [task.cancelled() for task in tasks]
+
+    assert smp_world.run(body, ranks=2) == [[True, True]] * 2
+
+
+def test_body_whose_thread_never_ends_is_a_deadlock(smp_world: Any) -> None:
+    def body() -> None:
+        threading.Thread(target=threading.Event().wait, name="saver").start()
+
+    report = smp_world.report(body, ranks=1)
+    assert report.verdict is VerdictKind.DEADLOCK
+    assert "rank 0 waits in threading.Condition.wait() in thread 'saver'" in str(report.error)
+
+
+def test_call_of_a_daemon_thread_after_the_body_is_told(
+    smp_world: Any, uncaught: list[BaseException]
+) -> None:
+    assert after_the_body(smp_world, dist.barrier).verdict is VerdictKind.PASSED
+    (error,) = uncaught
+    assert "thread 'saver' made a communication call, and the body of rank 0 has ended" in str(
+        error
+    )
+
+
+def test_thread_that_waits_in_a_loop_is_no_deadlock(smp_world: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(threads, "PATIENCE", 0.02)
+
+    def work() -> None:
+        for _ in range(20):
+            time.sleep(0.005)
+        dist.barrier()
+
+    def body() -> None:
+        if dist.get_rank():
+            dist.barrier()
+        else:
+            by_join(work, lambda: None)
+
+    smp_world.run(body, ranks=2)
+
+
+def test_sleeping_thread_is_named_when_time_is_up(smp_world: Any, monkeypatch: Any) -> None:
+    """Nobody knows which calls it would make, once it goes on: no verdict."""
+    monkeypatch.setattr(threads, "PATIENCE", 0.02)
+    tasks: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def body() -> None:
+        threading.Thread(target=lambda: tasks.get(), name="saver", daemon=True).start()
+        if dist.get_rank():
+            dist.barrier()
+        else:
+            threading.Thread(target=lambda: tasks.get(), name="server").start()
+
+    report = smp_world.report(body, ranks=2, timeout=0.5)
+    for _ in range(3):
+        tasks.put(None)
+    assert report.verdict is VerdictKind.TIMED_OUT
+    text = str(report.error)
+    assert "rank 0 waits in the end of its threads" in text
+    line = (
+        f"tests/pytest_smp/ranks/sim/test_threads.py:{body.__code__.co_firstlineno + 1} in <lambda>"
+    )
+    assert f"thread 'saver' of rank 1 has not ended\n    {line}" in text
+    assert "thread 'server' of rank 0 has not ended" in text
+
+
+def test_notified_thread_that_has_not_gone_on_is_no_deadlock(
+    smp_world: Any, monkeypatch: Any, looks: _Looks
+) -> None:
+    blocked = threads.RankThreads._blocked
+
+    @contextlib.contextmanager
+    def slow(rank_threads: Any, strand: Any, block: Any) -> Any:
+        with blocked(rank_threads, strand, block):
+            yield
+            if strand.is_main and "Condition" in block.text:
+                looks.wait(5)
+
+    monkeypatch.setattr(threads.RankThreads, "_blocked", slow)
+
+    def body() -> None:
+        group, event = dist.new_group(), threading.Event()
+
+        def work() -> None:
+            looks.wait(1)
+            event.set()
+            dist.barrier(group)
+
+        if dist.get_rank() == 0:
+            thread = threading.Thread(target=work)
+            thread.start()
+            event.wait()
+            dist.barrier()
+            thread.join()
+        else:
+            dist.barrier()
+            dist.barrier(group)
+        dist.destroy_process_group(group)
+
+    smp_world.run(body, ranks=2)
+
+
+def test_replacement_of_sleep_in_a_body_ends_with_it(smp_world: Any) -> None:
+    sleep, join, wait = time.sleep, threading.Thread.join, threading.Condition.wait
+
+    def body() -> None:
+        with mock.patch("time.sleep"):
+            thread = threading.Thread(target=dist.barrier)
+            thread.start()
+        thread.join()
+
+    smp_world.run(body, ranks=2)
+    assert (time.sleep, threading.Thread.join, threading.Condition.wait) == (sleep, join, wait)
+
+
+def test_replacement_of_sleep_before_a_run_is_called(smp_world: Any, monkeypatch: Any) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def body() -> None:
+        by_join(dist.barrier, lambda: time.sleep(0.125))
+
+    smp_world.run(body, ranks=2)
+    assert slept == [0.125, 0.125]
+
+
+def test_sleep_imported_in_a_body_keeps_no_run(smp_world: Any) -> None:
+    imported: list[Any] = []
+
+    def body() -> Any:
+        by_join(dist.barrier, lambda: None)
+        from time import sleep
+
+        imported.append(sleep)
+        sleep(0)
+        context: Any = current_rank.current()
+        return weakref.ref(context.scheduler.threads)
+
+    (run,) = smp_world.run(body, ranks=1)
+    gc.collect()
+    assert run() is None
+    imported[0](0)
+    (run,) = smp_world.run(lambda: (body(), imported[0](0))[0], ranks=1)
+    gc.collect()
+    assert run() is None
+
+
+def test_thread_that_cannot_start_is_none(smp_world: Any, monkeypatch: Any, looks: _Looks) -> None:
+    def body() -> list[str]:
+        texts = []
+        thread = threading.Thread(target=dist.barrier)
+        thread.start()
+        thread.join()
+        late = threading.Thread(target=dist.barrier)
+        with monkeypatch.context() as patches:
+            names = ("_start_new_thread", "_start_joinable_thread")  # the second since Python 3.13
+            for name in names:
+                patches.setattr(
+                    threading, name, mock.Mock(side_effect=RuntimeError("planted")), raising=False
+                )
+            for twice in (thread, late):
+                with pytest.raises(RuntimeError) as caught:
+                    twice.start()
+                texts.append(str(caught.value))
+        looks.wait(3)
+        context: Any = current_rank.current()
+        assert [strand.is_main for strand in context.scheduler.threads.strands_of(0)] == [True]
+        late.start()
+        late.join()
+        return texts
+
+    assert smp_world.run(body, ranks=1) == [["threads can only be started once", "planted"]]
+    smp_world.run(dist.barrier, ranks=1)
+
+
+def test_join_of_a_thread_of_this_project(smp_world: Any, monkeypatch: Any, looks: _Looks) -> None:
+    is_own_code = stack_frames.is_own_code
+
+    def work() -> None:
+        looks.wait(5)
+
+    monkeypatch.setattr(
+        stack_frames, "is_own_code", lambda code: code is work.__code__ or is_own_code(code)
+    )
+
+    def body() -> None:
+        group = dist.new_group()
+        if dist.get_rank() == 0:
+            saver = threading.Thread(target=lambda: dist.barrier(group))
+            saver.start()
+            own = threading.Thread(target=work)
+            own.start()
+            own.join()
+            dist.barrier()
+            saver.join()
+        else:
+            dist.barrier()
+            dist.barrier(group)
+        dist.destroy_process_group(group)
+
+    smp_world.run(body, ranks=2)
+
+
+def test_idle_thread_of_a_rank_that_has_returned_does_not_wait(smp_world: Any) -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            tasks: queue.Queue[None] = queue.Queue()
+            threading.Thread(target=tasks.get, daemon=True).start()
+        else:
+            dist.barrier()
+
+    report = smp_world.report(body, ranks=2)
+    assert report.verdict is VerdictKind.DEADLOCK
+    assert "rank 1 waits" not in str(report.error)
+    kinds = [outcome.kind for outcome in report.outcomes]
+    assert kinds == [OutcomeKind.STUCK, OutcomeKind.RETURNED]
+
+
+def test_mismatch_is_raised_in_the_thread_that_made_the_call(smp_world: Any, looks: _Looks) -> None:
+    def work(group: Any, size: int) -> None:
+        dist.all_reduce(torch.ones(size), group=group)
+
+    def body() -> None:
+        group, rank = dist.new_group(), dist.get_rank()
+        thread = threading.Thread(target=work, args=(group, 3 if rank == 0 else 2))
+        thread.start()
+        if rank == 0:
+            dist.recv(torch.ones(1), 1)
+        thread.join()
+
+    report = smp_world.report(body, ranks=3)
+    assert isinstance(report.error, CollectiveMismatchError)
+    frames = traceback.extract_tb(report.error.__traceback__)
+    assert "work" in [frame.name for frame in frames]
+
+
+def test_exit_of_a_pool_whose_task_waits_for_ever_is_a_deadlock(smp_world: Any) -> None:
+    def body() -> None:
+        if dist.get_rank():
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                pool.submit(dist.barrier)
+
+    assert smp_world.report(body, ranks=2).verdict is VerdictKind.DEADLOCK
+
+
+def test_task_that_has_ended_is_forgotten(smp_world: Any) -> None:
+    class Argument:
+        pass
+
+    def body() -> list[Any]:
+        references = []
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            for _ in range(3):
+                argument = Argument()
+                references.append(weakref.ref(argument))
+                pool.submit(lambda _: None, argument).result()
+                del argument
+            pool.submit(dist.barrier).result()
+        context: Any = current_rank.current()
+        strands = len(context.scheduler.threads._by_state)
+        return [strands, *(reference() for reference in references)]
+
+    gc.disable()
+    try:
+        assert smp_world.run(body, ranks=1) == [[1, None, None, None]]
+    finally:
+        gc.enable()
+
+
+def test_run_after_one_whose_controller_fails_has_new_threads(
+    smp_world: Any, monkeypatch: Any
+) -> None:
+    def body() -> None:
+        by_join(dist.barrier, lambda: None)
+
+    with monkeypatch.context() as patches:
+        look = mock.Mock(side_effect=RuntimeError("planted"))
+        patches.setattr(threads.RankThreads, "look", look)
+        held = threading.Lock()
+        held.acquire()
+        with pytest.raises(RuntimeError, match="planted"):
+            smp_world.run(lambda: (body(), held.acquire()), ranks=2)
+    held.release()
+    smp_world.run(body, ranks=2)
