@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import importlib
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -39,6 +40,7 @@ _TORCHS = ("torch._dynamo", "torch.profiler._cupti_monitor", "torch.utils.serial
 
 
 _OPTIMIZERS_IMPORT = "torch._dynamo"
+_OPTIMIZER = re.compile(rb"\boptim\b|Optimizer")  # torch's module, or the name of a class
 
 
 def modules_for(modules: Iterable[ModuleType]) -> tuple[str, ...]:
@@ -56,7 +58,7 @@ def modules_for(modules: Iterable[ModuleType]) -> tuple[str, ...]:
                 sources[file] = home
     for file in filter(os.path.isfile, sources):
         with contextlib.suppress(OSError):
-            if b"optim" in Path(file).read_bytes().lower():
+            if _OPTIMIZER.search(Path(file).read_bytes()):
                 return (_OPTIMIZERS_IMPORT,)
     return ()
 

@@ -167,7 +167,10 @@ class Controller:
             )
             self._executor = open_backend(self.settings.backend, options)
             for name in self._preloaded if self._executor.steady else ():
-                importlib.import_module(name)  # ranks of this process
+                with contextlib.suppress(
+                    ImportError
+                ):  # ranks of this process; a body may not need it
+                    importlib.import_module(name)
         return self._executor
 
     @property

@@ -230,14 +230,14 @@ def _moved_by_waits(patch: Patch, needed: Callable[[tuple[int, ...]], Sequence[i
     """Let a collective end only when certain members of its group have waited for it."""
     wait, found = SimWork._wait, PerRun(dict)
 
-    def attentive(self: SimWork) -> None:
+    def attentive(self: SimWork, *timeout: Any) -> None:
         meeting = self._operation
         if isinstance(meeting, Meeting):
             ranks = meeting.channel.group.ranks
             # By the meeting itself, which the table keeps: no other one gets its id.
             attention = found().setdefault(id(meeting), _Attention(meeting, needed(ranks)))
             attention.come(self)
-        wait(self)
+        wait(self, *timeout)
 
     patch.setattr(SimWork, "_wait", attentive)
 
@@ -264,11 +264,11 @@ def _posted_by_waits(patch: Patch, verb: str) -> None:
         else:
             post(self, new)
 
-    def begin(self: SimWork) -> None:
+    def begin(self: SimWork, *timeout: Any) -> None:
         mailbox, new = late().pop(id(self._operation), (None, None))
         if mailbox is not None:
             post(mailbox, new)
-        wait(self)
+        wait(self, *timeout)
 
     patch.setattr(Mailbox, "post", later)
     patch.setattr(SimWork, "_wait", begin)
@@ -297,8 +297,8 @@ def futures_end_with_the_wait(patch: Patch) -> None:
         futures()[id(self)] = self, future
         return future
 
-    def complete(self: SimWork) -> None:
-        wait(self)
+    def complete(self: SimWork, *timeout: Any) -> None:
+        wait(self, *timeout)
         _, future = futures().pop(id(self), (None, None))
         if future is not None:
             future.set_result(self._outputs)

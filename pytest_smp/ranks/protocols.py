@@ -89,7 +89,7 @@ class Incident(Protocol):
     """A warning, or an exception that nobody could catch, on a rank that is a process."""
 
     def repeat(self, rank: int) -> None:
-        """Have it happen in this process, too. Raises a warning that a filter makes an error."""
+        """Have it happen in this process, too. Does not raise."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -67,10 +67,15 @@ def caught():
     with warnings.catch_warnings(record=True):
         warnings.warn("recorded")
 
+def shown():
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("by a filter of the body's", ResourceWarning)
+
 def broken():
     warnings.warn(Broken("cannot travel"))
 
-KINDS = [thread, deletion, coroutine, file, warned, deprecated, caught, broken]
+KINDS = [thread, deletion, coroutine, file, warned, deprecated, caught, shown, broken]
 FILTERS = ["default", "always", "error", "ignore", "ignore:.*:UserWarning:test_it"]
 
 def parameters(test):
@@ -112,7 +117,7 @@ def test_incidents_count_as_without_ranks(session: Session) -> None:
         if line.startswith("test_") and ": " in line
     )
     plain = {name: words for name, words in told.items() if name.startswith("test_plain")}
-    assert len(plain) == 40
+    assert len(plain) == 45
     assert plain["test_plain[thread-error]"].startswith("failed")
     for name, words in plain.items():
         expected = words.replace("Broken", "UserWarning")

@@ -16,7 +16,10 @@ _SOURCES = {
     "uses_one": ("from torch import optim\n\ndef train(model):\n    optim.Adam(model)\n", True),
     "imports_it": ("import uses_one\n", True),
     "imports_a_name": ("from uses_one import train\n", True),
-    "plain_test": ("import torch\nimport smp_core.torch as smp\n", False),
+    "plain_test": (
+        "import torch\nimport smp_core.torch as smp\noptimal = 'optimistic'\n",
+        False,
+    ),
 }
 
 

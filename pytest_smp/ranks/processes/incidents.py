@@ -35,16 +35,21 @@ class ShownWarning:
     filename: str
     line: int
     module: str | None
+    by_body: bool  # filters of the body's own decided, which the controller does not have
 
     def repeat(self, rank: int) -> None:
-        """Issue it here. Raises it if a filter of the controller's says so."""
+        """Issue it here."""
         message = self.message
         if not isinstance(message, Warning):  # it could not be pickled
             message = UserWarning(f"{message} (rank {rank})")
         registry = _registries.setdefault(self.filename, {})
-        warnings.warn_explicit(
-            message, type(message), self.filename, self.line, self.module, registry
-        )
+        with contextlib.ExitStack() as stack:
+            if self.by_body:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("always")
+            warnings.warn_explicit(
+                message, type(message), self.filename, self.line, self.module, registry
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +99,10 @@ class UnraisableException:
 Incident = ShownWarning | ThreadException | UnraisableException
 
 
+#: A recorded warning, and the further fields of its ShownWarning.
+Shown = tuple[Warning, tuple[Any, ...]]
+
+
 class _Described:
     """Stands for an object of another process in messages."""
 
@@ -108,6 +117,7 @@ class IncidentRecorder:
     """Records the incidents of a rank process, from its start to its end."""
 
     def __init__(self) -> None:
+        self.filters: list[Any] = []  # of the run, with which its body begins
         self._incidents: list[tuple[type[Any], BaseException, tuple[Any, ...]]] = []
         threading.excepthook = self._on_thread
         sys.unraisablehook = self._on_unraisable
@@ -126,15 +136,19 @@ class IncidentRecorder:
         self._incidents.append((UnraisableException, _value(args), (args.err_msg, source)))
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[list[warnings.WarningMessage]]:
+    def recording(self) -> Iterator[list[Shown]]:
         """While entered, warnings are recorded, and filters may be changed. The log is yielded."""
-        with warnings.catch_warnings(record=True) as log:
+        log: list[Shown] = []
+
+        def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+            error = message if isinstance(message, Warning) else category(message)
+            by_body = [*warnings.filters] != self.filters
+            log.append((error, (filename, lineno, _module_of(filename), by_body)))
+
+        with warnings.catch_warnings():
+            warnings.showwarning = note  # type: ignore[assignment]
             yield log
-        for shown in log:
-            place = shown.filename, shown.lineno, _module_of(shown.filename)
-            message = shown.message
-            error = message if isinstance(message, Warning) else shown.category(message)
-            self._incidents.append((ShownWarning, error, place))
+        self._incidents += [(ShownWarning, error, rest) for error, rest in log]
 
     def take(self) -> bytes | None:
         """The incidents since the last call, pickled; None if there are none. Does not raise."""

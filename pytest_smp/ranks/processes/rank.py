@@ -268,7 +268,7 @@ class _Server:
         task: Task,
         job_spec: JobSpec,
         fabric: RankFabric,
-        shown_warnings: list[warnings.WarningMessage],
+        shown_warnings: list[incidents.Shown],
     ) -> Outcome:
         rank = self._membership.slot
         skips: tuple[type[BaseException], ...] = ()
@@ -367,6 +367,7 @@ class _Server:
     def _set_filters(self) -> None:
         """Filter warnings as the controller does, by the test's filters and the session's."""
         assert self._standing is not None
+        self._incidents.filters = [*self._standing.filters]
         warnings.filters[:] = self._standing.filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
 

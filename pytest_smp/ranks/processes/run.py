@@ -510,6 +510,8 @@ class Run:
         if self._checks:
             self._finish_reading()
         details = {slot: f"rank {slot} {self._where(slot) or 'never came back'}" for slot in stuck}
+        for slot in self._loading & stuck.keys():
+            details[slot] = f"rank {slot} still imports what the body needs, for {_LOADING:g} s"
         unwaited = {slot: self._unwaited(slot) for slot in stuck}
         order = sorted(stuck, key=self._blame)
         for slot in stuck:
