@@ -448,7 +448,7 @@ def unsupported() -> None:
     config.add_cross_attention = True
     with api.tensor_parallelism():
         model = api.DistributedModel(MODELS["gpt2"](config))
-    assert type(model.module) is MODELS["gpt2"]
+    assert type(model.get_module()) is MODELS["gpt2"]
     assert api.state.module_manager.translate_functions == ()
 
 

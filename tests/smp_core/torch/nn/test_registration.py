@@ -115,7 +115,7 @@ def test_at_degree_one_a_wished_layer_keeps_its_weights(smp_world):
         model = api.DistributedModel(layer)
         if api.rank() == 0:  # the others get its weights
             assert torch.equal(model.module.weight, weight)
-        return type(model.module).__name__
+        return type(model.get_module()).__name__
 
     assert smp_world.run(body, ranks=2, config={"ddp": True}) == ["DistributedLinear"] * 2
 
