@@ -130,6 +130,8 @@ def _coalescing(self: Any, *args: Any) -> None:
 
 
 def _object(self: Any, *args: Any) -> None:
+    if any(getattr(argument, "name", None) == "smp init" for argument in args):
+        return  # smp.init compares configurations by the object transport that every fabric has
     _now.used.add(Capability.OBJECTS)
 
 
