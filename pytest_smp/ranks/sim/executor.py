@@ -240,7 +240,9 @@ class ThreadExecutor(Executor):
             thread.part = _Part(context, fabric)
         streams = None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(RankThreads(scheduler, contexts).entered())
+            stack.enter_context(
+                RankThreads(scheduler, contexts, awaited=self.guards_exit).entered()
+            )
             stack.enter_context(isolation.process.entered())
             stack.callback(fabric.close)
             stack.enter_context(faults)

@@ -178,8 +178,11 @@ class _EndOfThreads:
 class RankThreads:
     """The strands of one run."""
 
-    def __init__(self, scheduler: Scheduler, contexts: list[RankContext]) -> None:
-        self._scheduler, self._contexts = scheduler, contexts
+    def __init__(
+        self, scheduler: Scheduler, contexts: list[RankContext], *, awaited: bool = True
+    ) -> None:
+        """``awaited``: whether a rank waits for its threads at its end; a script's rank does so by itself."""
+        self._scheduler, self._contexts, self._awaited = scheduler, contexts, awaited
         # Held while a strand's state changes. Reentrant: the garbage collector may run what waits.
         self._gate = threading.RLock()
         self._strands: dict[int, list[Strand]] = {}  # by rank, the body's thread first
@@ -250,16 +253,18 @@ class RankThreads:
         """Stands in for Thread.__init__: the thread of a body is a main thread, which is no daemon."""
         original(thread, *args, **kwargs)
         context: Any = current_rank.current()
-        if kwargs.get("daemon") is None and not self._closed and context in self._contexts:
+        inherits = self._awaited and kwargs.get("daemon") is None
+        if inherits and not self._closed and context in self._contexts:
             thread._daemonic = _local.strand is not None and _local.strand.daemon  # type: ignore[attr-defined]
 
     def _adopt_thread(self, context: Any, thread: threading.Thread) -> None:
         """A rank is about to start a thread."""
         if self._closed or context not in self._contexts or thread._started.is_set():  # type: ignore[attr-defined]
             return
-        daemon = thread.daemon
-        # One that does not come back must not hold up the end of the interpreter.
-        thread._daemonic = True  # type: ignore[attr-defined]
+        daemon = thread.daemon or not self._awaited
+        if self._awaited:
+            # One that does not come back must not hold up the end of the interpreter.
+            thread._daemonic = True  # type: ignore[attr-defined]
         target: Any = getattr(thread, "_target", None)
         if target is pools._worker:
             return  # its tasks are strands
@@ -277,7 +282,8 @@ class RankThreads:
         strand = self._strand_of(thread)
         if strand is not None and not thread._started.is_set():  # type: ignore[attr-defined]
             run: Any = thread.run
-            thread.run, thread._daemonic = run.args[1], strand.daemon  # type: ignore[method-assign, attr-defined]
+            thread.run = run.args[1]  # type: ignore[method-assign]
+            thread._daemonic = thread.daemon and strand.daemon  # type: ignore[attr-defined]
             self._end_strand(strand)
 
     def _adopt_task(self, item: Any) -> None:
@@ -287,7 +293,7 @@ class RankThreads:
             return
         run = item.run
         strand = self._new_strand(context, "task of a pool", None)
-        strand.future = item.future
+        strand.future, strand.daemon = item.future, not self._awaited
 
         def run_task(*args: Any) -> Any:
             del item.run  # the item would keep itself

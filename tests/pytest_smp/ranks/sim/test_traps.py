@@ -333,7 +333,7 @@ def test_trap_7_a_thread_that_outlives_its_run_gets_our_message(smp_world: Any) 
                 errors.append(str(error))
 
     def body() -> threading.Thread:
-        thread = threading.Thread(target=child, name="loader")
+        thread = threading.Thread(target=child, name="loader", daemon=True)
         thread.start()
         return thread
 
