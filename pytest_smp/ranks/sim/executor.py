@@ -288,17 +288,20 @@ class ThreadExecutor(Executor):
         for context in contexts:
             context.thread.abandoned = True
         self._threads = self._threads[len(contexts) :]
-        scheduler.abandon(reason)
-        one_core.release(context.thread.thread.native_id for context in contexts)
-        for _ in range(10):  # a body may swallow it, or the next rank may be another that loops
-            running = scheduler.running
-            if running is not None:
-                _interrupt(_thread_of(scheduler, contexts, running))
-            scheduler.done.acquire(timeout=_GRACE / 10)
-            if scheduler.over:
-                return
-        scheduler.restore()
-        self.abandoned += sum(not context.body_state.finished for context in contexts)
+        try:
+            scheduler.abandon(reason)
+            one_core.release(context.thread.thread.native_id for context in contexts)
+            for _ in range(10):  # a body may swallow it, or the next rank may be another that loops
+                running = scheduler.running
+                if running is not None:
+                    _interrupt(_thread_of(scheduler, contexts, running))
+                scheduler.done.acquire(timeout=_GRACE / 10)
+                if scheduler.over:
+                    return
+        finally:  # whatever fails here, the process gets its own state back
+            if not scheduler.over:
+                scheduler.restore()
+                self.abandoned += sum(not context.body_state.finished for context in contexts)
 
 
 def _thread_of(

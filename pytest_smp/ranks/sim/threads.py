@@ -38,7 +38,7 @@ PATIENCE = 5.0
 #: Looks after which the turn no longer stays for a thread that computes, waits in a loop, or sleeps inside of a lock.
 _SPINNING = 50
 
-_wait = threading.Condition.wait
+_join, _wait = threading.Thread.join, threading.Condition.wait
 _new_lock = _thread.allocate_lock
 
 
@@ -189,6 +189,7 @@ class RankThreads:
         self._by_state: dict[ThreadState, Strand] = {}
         self._closing: list[tuple[int, _EndOfThreads]] = []
         self._failures: list[str] = []  # of threads that have raised
+        self._leaving: dict[int, list[threading.Thread]] = {}  # by rank: their work has ended
         self._turn_rank = -1
         self._idle_since: float | None = None
         self._closed = False
@@ -344,6 +345,12 @@ class RankThreads:
             if self._closed or over:
                 return
             strand.context.fabric.forget_groups()
+            if strand.thread is not None and strand.future is None and strand.thread.is_alive():
+                leaving = self._leaving.get(strand.state.rank, [])
+                self._leaving[strand.state.rank] = [
+                    *filter(threading.Thread.is_alive, leaving),
+                    strand.thread,
+                ]
             self._strands[strand.state.rank].remove(strand)
             self._scheduler.helpers.remove(strand.state)
             del self._by_state[strand.state]
@@ -450,6 +457,8 @@ class RankThreads:
         if not scheduler.ended and not operation.done:
             self._closing.append((rank, operation))
             scheduler.wait(scheduler.thread_states[rank], operation)
+        for thread in self._leaving.pop(rank, []):
+            _join(thread)  # its exception is told within the run
 
     def is_under_way(self, strand: Strand) -> bool:
         """Return whether the strand is in a communication call, or runs."""

@@ -389,14 +389,18 @@ def after_the_body(smp_world: Any, work: Work) -> Any:
         finally:
             end.release()
 
+    thread = threading.Thread(target=run, name="saver", daemon=True)
+
     def body() -> None:
         if dist.get_rank() == 0:
-            threading.Thread(target=run, name="saver", daemon=True).start()
+            thread.start()
         else:
             begin.release()
             end.acquire()
 
-    return smp_world.report(body, ranks=2)
+    report = smp_world.report(body, ranks=2)
+    thread.join()
+    return report
 
 
 def test_crash_after_the_body_is_no_pass(smp_world: Any, uncaught: list[BaseException]) -> None:
@@ -769,15 +773,18 @@ def test_task_that_has_ended_is_forgotten(smp_world: Any) -> None:
 def test_run_after_one_whose_controller_fails_has_new_threads(
     smp_world: Any, monkeypatch: Any
 ) -> None:
+    environment = dict(os.environ)
+    held = threading.Lock()
+
     def body() -> None:
         by_join(dist.barrier, lambda: None)
+        with held:
+            pass
 
     with monkeypatch.context() as patches:
         look = mock.Mock(side_effect=RuntimeError("planted"))
         patches.setattr(threads.RankThreads, "look", look)
-        held = threading.Lock()
-        held.acquire()
-        with pytest.raises(RuntimeError, match="planted"):
-            smp_world.run(lambda: (body(), held.acquire()), ranks=2)
-    held.release()
+        with held, pytest.raises(RuntimeError, match="planted"):
+            smp_world.run(body, ranks=2)
+    assert dict(os.environ) == environment
     smp_world.run(body, ranks=2)
