@@ -164,31 +164,6 @@ def test_a_torch_group_of_another_rank_is_refused(session: Session) -> None:
     ended.hides_ours("deadlock")
 
 
-def test_a_thread_that_a_rank_starts_has_no_rank(session: Session) -> None:
-    ended = session(
-        """
-        @pytest.mark.smp(ranks=2)
-        def test_x(smp):
-            errors = []
-
-            def work():
-                for call in (lambda: smp.barrier(), lambda: smp.rank(), lambda: dist.barrier()):
-                    try:
-                        call()
-                    except RuntimeError as error:
-                        errors.append(str(error))
-
-            thread = threading.Thread(target=work, name="loader")
-            thread.start()
-            thread.join()
-            assert len(errors) == 3
-            for text in errors:
-                assert f"thread 'loader' was started by rank {smp.rank()}" in text
-        """
-    )
-    assert ended.counts == {"passed": 1}
-
-
 def test_a_fixture_that_cannot_be_copied_is_named(session: Session) -> None:
     ended = session(
         """
