@@ -34,7 +34,7 @@ FUNCTIONS: Mapping[str, tuple[str, int]] = {
     "Mismatch.describe": (_WORDS, 2),
     "Mismatch.missing": (_WORDS, 2),
     "Mismatch.ripe": (_WORDS, 2),
-    "Mismatch.verdict": (_WORDS, 22),
+    "Mismatch.verdict": (_WORDS, 32),
     "Topology.__post_init__": (_REFUSED_BEFORE, 25),
     "Topology._check": (_OWN_RANK, 9),
     "Topology.coordinates": (_LATER, 5),

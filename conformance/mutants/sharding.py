@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from conformance.mutants.defences import unseen_drift
 from conformance.mutants.protocol import Bugs, Patch
+from smp_core import gather_buffers
 from smp_core.errors import DeadlockError
 from smp_core.gather_buffers import GatherBuffers
 from smp_core.topology import GroupKind
@@ -19,7 +20,7 @@ from smp_core.torch.memory import recompute
 from smp_core.torch.parameters import registration
 from smp_core.torch.pipeline import placement
 from smp_core.torch.precision.masters import Masters
-from smp_core.torch.reduction import collectives, gather_backend, gather_plan
+from smp_core.torch.reduction import collectives, gather_plan
 from smp_core.torch.reduction.bucket_reducer import BucketReducer
 from smp_core.torch.reduction.buckets import Bucket
 from smp_core.torch.reduction.collectives import Collectives
@@ -270,7 +271,7 @@ def an_element_has_four_bytes(patch: Patch) -> None:
 @BUGS.enter("SHARD-GATHER-SIZES", kind="SMDDP gathers")
 def a_buffer_of_any_size(patch: Patch) -> None:
     """a size of a buffer need be no multiple of 8192"""
-    patch.setattr(gather_backend, "_UNIT", 1)
+    patch.setattr(gather_buffers, "_UNIT", 1)
 
 
 @BUGS.enter("SHARD-GATHER-SIZES", kind="SMDDP gathers")

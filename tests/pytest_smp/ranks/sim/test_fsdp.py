@@ -188,7 +188,7 @@ def test_a_rank_that_skips_a_backward_is_a_deadlock(smp_world: Any) -> None:
     assert "deadlock: 7 of 8 ranks wait, and none can go on" in text
     assert "] for rank 3" in text
     assert "value.backward()" in text  # the user's line
-    assert text.endswith("which has returned without a matching call")
+    assert "which has returned without a matching call\n" in text
     kinds = [outcome.kind for outcome in report.outcomes]
     assert kinds == [OutcomeKind.STUCK] * 3 + [OutcomeKind.RETURNED] + [OutcomeKind.STUCK] * 4
 
