@@ -159,7 +159,8 @@ class _Selftest:
         self.unclaimed = len(chosen) - len(self.written)
         self.elsewhere = [each for each in self.written if each.requirement not in self.properties]
         # A generated mutant names no requirement, so all properties must be collected to find its killer.
-        all_here = {each.requirement for each in mutants} <= set(self.properties)
+        applicable = {each.requirement for each in mutants if self._applies(each)}
+        all_here = applicable <= set(self.properties)
         self.sites = [
             site
             for module in generated.MODULES

@@ -6,14 +6,15 @@ import dataclasses
 import os
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.mutants.catalogue import MUTANTS
-from conformance.mutants.selftest import LOST, MutantScore, _kinds, score
+from conformance.mutants.selftest import LOST, MutantScore, _kinds, _Selftest, score
 from conformance.mutants.trials import (
     FEW,
     MANY,
@@ -372,6 +373,22 @@ def test_the_examples_that_a_property_asks_for_are_known(request: pytest.Fixture
     for test, expected in ((seven, 7), (once, 1)):
         item = pytest.Function.from_parent(request.node.parent, name="test", callobj=test)
         assert own_examples(item) == expected
+
+
+def test_generated_mutants_need_the_properties_of_one_engine(pytestconfig: pytest.Config) -> None:
+    """Mutants of another engine's requirements have no property in a session that collects everything."""
+
+    def generated_sites(requirements: set[str]) -> list[Any]:
+        items = [
+            SimpleNamespace(get_closest_marker=lambda _, id=id: pytest.mark.requirement(id).mark)
+            for id in requirements
+        ]
+        return _Selftest(cast(Any, SimpleNamespace(config=pytestconfig, items=items)), MUTANTS).sites
+
+    claimed = {each.requirement for each in MUTANTS if not each.requirement.startswith("TF-")}
+    assert len(claimed) < len({each.requirement for each in MUTANTS})
+    assert generated_sites(claimed)
+    assert not generated_sites(claimed - {"COMM-BARRIER-DEFAULT"})
 
 
 def test_the_score_of_nothing_is_no_number() -> None:
