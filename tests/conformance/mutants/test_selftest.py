@@ -383,7 +383,9 @@ def test_generated_mutants_need_the_properties_of_one_engine(pytestconfig: pytes
             SimpleNamespace(get_closest_marker=lambda _, id=id: pytest.mark.requirement(id).mark)
             for id in requirements
         ]
-        return _Selftest(cast(Any, SimpleNamespace(config=pytestconfig, items=items)), MUTANTS).sites
+        return _Selftest(
+            cast(Any, SimpleNamespace(config=pytestconfig, items=items)), MUTANTS
+        ).sites
 
     claimed = {each.requirement for each in MUTANTS if not each.requirement.startswith("TF-")}
     assert len(claimed) < len({each.requirement for each in MUTANTS})
