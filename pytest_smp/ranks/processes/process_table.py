@@ -34,7 +34,7 @@ from smp_core.import_names import (
 _TINY, _ONE = 5e-324, 1.0  # their product is 0 where denormal numbers are flushed
 #: The modules whose functions and classes are compared. A name that a body adds does no harm.
 PATCHED = (
-    *("builtins", "os", "time", "random", "math", "socket", "threading", "pickle"),
+    *("sys", "os", "time", "random", "math", "socket", "threading", "pickle"),
     *("gc", "locale", "resource", "signal", "tempfile"),
     *("torch", "torch.nn.functional", "torch.distributed", "torch.distributed.distributed_c10d"),
     *("torch.autograd", "smp_core.torch"),
@@ -388,15 +388,25 @@ class ProcessTable:
     def put_back(self) -> list[str]:
         """Undo the changes of a body that is over; return those that could not be undone, in words.
 
-        Raises nothing, even if the body has patched a function that this method calls.
+        Call it before any other code of ours runs: until then, builtins and functions of modules may be the
+        body's. Raises nothing, even if the body has patched a function that this method calls.
         """
         left: list[str] = []
+        patched = _BUILTINS.copy()
+        _BUILTINS.update(self._builtins)  # by methods alone: any name may be the body's
         try:
             self._put_back(left)
+            self._accept_builtins(patched)
         except Exception as error:
-            _BUILTINS.update(self._builtins)
             left.append(f"what the body changed could not be put back: {_told(error)}")
         return left
+
+    def _accept_builtins(self, patched: dict[str, Any]) -> None:
+        """Let builtins be what a module has made of them that the body was the first to import."""
+        for name, old in self._builtins.items():
+            new = patched.get(name, old)
+            if new is not old and self._imports.have_made(new, old):
+                _BUILTINS[name] = self._builtins[name] = new
 
     def _put_back(self, left: list[str]) -> None:
         for state, before in zip(TRACING, self._tracing, strict=False):

@@ -227,7 +227,6 @@ class _Server:
             measuring.begin()
             os.environ.update(self._launch[task.size])
             outcome = self._outcome(task, job_spec, fabric, shown_warnings)
-            changed = self._table.put_back()
             if os.getpid() == self._process:
                 outcome.measured = measuring.end()
         outcome.records, self._records = self._records, {}
@@ -251,7 +250,7 @@ class _Server:
             outcome.stdout, outcome.stderr = self._output.written()
         records = self._line.sent - start
         retired, self._retired = self._retired, []
-        reasons = changed + unclean + broken + retired
+        reasons = retired + unclean + broken
         happened = self._incidents.take()
         return Done(task.number, outcome, packed, value, groups, reasons, records, happened)
 
@@ -273,26 +272,31 @@ class _Server:
         rank = self._membership.slot
         skips: tuple[type[BaseException], ...] = ()
         try:
-            fabric.enter()
-            job = self._job(task, job_spec)
-            skips = job.skips
-            reset(job.seed)
-            current_rank.set_process(ProcessContext(rank, task.size, job, fabric, self._recorder))
-            args, kwargs = job.arguments(rank)
-            mine = any(fault.rank == rank for fault in job.faults)
-            if job_spec.check or mine:
-                self._cover(job_spec)  # before the table is noted: no change of the body's
-            self._table.note((len(sys.modules), job_spec.key))
-            body = self._struck(job, fabric, job_spec) if mine else job.body
-            if job.records_calls:
-                self._record_calls(job_spec)
-            if job_spec.check or (self._strikes is not None and self._strikes.of_tensors):
-                self._watch(task.number, job_spec)
-            shown_warnings.clear()  # those of imports: the controller's import has shown them
-            self._set_filters()
-            if task.job_spec is not None:
-                self._control.send_bytes(LOADED)
-            value = body(*args, **kwargs)
+            try:
+                fabric.enter()
+                job = self._job(task, job_spec)
+                skips = job.skips
+                reset(job.seed)
+                current_rank.set_process(
+                    ProcessContext(rank, task.size, job, fabric, self._recorder)
+                )
+                args, kwargs = job.arguments(rank)
+                mine = any(fault.rank == rank for fault in job.faults)
+                if job_spec.check or mine:
+                    self._cover(job_spec)  # before the table is noted: no change of the body's
+                self._table.note((len(sys.modules), job_spec.key))
+                body = self._struck(job, fabric, job_spec) if mine else job.body
+                if job.records_calls:
+                    self._record_calls(job_spec)
+                if job_spec.check or (self._strikes is not None and self._strikes.of_tensors):
+                    self._watch(task.number, job_spec)
+                shown_warnings.clear()  # those of imports: the controller's import has shown them
+                self._set_filters()
+                if task.job_spec is not None:
+                    self._control.send_bytes(LOADED)
+                value = body(*args, **kwargs)
+            finally:  # first: the code below calls builtins and functions of modules
+                self._retired += self._table.put_back()
             return Outcome(rank, OutcomeKind.RETURNED, value)
         except Cancelled as error:
             return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))

@@ -9,9 +9,12 @@ import functools
 import gc
 import importlib
 import locale
+import math
 import os
+import pickle
 import random
 import resource
+import signal
 import socket
 import sys
 import tempfile
@@ -217,7 +220,7 @@ def test_what_can_be_put_back_costs_no_rank(executor):
 
 def test_what_cannot_be_put_back_costs_the_rank(executor):
     def spoils():
-        __builtins_module().zip = _boom  # what puts back calls it
+        sys.path_hooks = ()  # no list, which could be changed in place
         return os.getpid()
 
     pids = _run(executor, spoils)
@@ -229,26 +232,36 @@ def _boom(*args, **kwargs):
     raise RuntimeError("patched")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("os.sched_getaffinity", "os.getpriority", "os.fstat", "time.tzset", "gc.get_debug"),
-        *("gc.get_threshold", "locale.setlocale", "resource.getrlimit", "sys.getswitchinterval"),
-        *("torch.get_num_threads", "sys.gettrace"),
-    ],
-)
-def test_a_patch_of_what_the_table_calls_fails_nothing(executor, name):
-    module, function = name.split(".")
-    _run(executor, lambda: setattr(sys.modules[module], function, _boom))
-    assert _run(executor, lambda: 1) == [1] * RANKS
+def _break_functions():
+    """Replace all functions and classes of much used modules, and of builtins at last."""
+    modules = [sys, os, time, random, math, socket, threading, pickle, gc, locale, resource, signal]
+    for module in (*modules, tempfile, torch, F, dist, sys.modules["builtins"]):
+        namespace = vars(module)
+        namespace.update(
+            dict.fromkeys([name for name in namespace if callable(namespace[name])], _boom)
+        )
 
 
-@pytest.mark.parametrize(
-    "name", ["zip", "enumerate", "all", "map", "vars", "setattr", "issubclass"]
-)
-def test_a_patched_builtin_costs_the_rank_at_most(executor, name):
-    _run(executor, lambda: setattr(__builtins_module(), name, _boom))
-    assert _run(executor, lambda: getattr(__builtins_module(), name).__name__) == [name] * RANKS
+def _delete_builtins():
+    vars(sys.modules["builtins"]).clear()
+
+
+@pytest.mark.parametrize("breaks", [_break_functions, _delete_builtins])
+def test_the_code_after_a_body_calls_no_function_of_the_bodys(executor, breaks):
+    """A rank goes on after bodies that return and that raise, without functions of theirs."""
+
+    def raises():
+        error = KeyError("the body's")
+        breaks()
+        raise error
+
+    pids = _run(executor, os.getpid)
+    _run(executor, breaks)
+    report = executor.open(RANKS).run(
+        Job(body=raises, arguments=lambda rank: ((), {}), timeout=60.0)
+    )
+    assert repr(report.error) == repr(KeyError("the body's"))
+    assert _run(executor, os.getpid) == pids
 
 
 #: The ways in which a module changes torch.nn.functional.relu when it is imported.
