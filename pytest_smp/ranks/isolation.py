@@ -45,6 +45,7 @@ class IsolatedState(Protocol):
 #: Bytes of a Mersenne twister that are compared: its position and 15 of its 624 words. Each draw moves the
 #: position, and a whole round of draws, or another seed, leaves no word as it was.
 _SEEN = 64
+_Seen: Any = ctypes.c_char * _SEEN
 
 
 class _PythonRandom:
@@ -57,17 +58,14 @@ class _PythonRandom:
         self._shared: Any = vars(random)["_inst"]
         # The C part of the object begins with the position among the words, and the words follow.
         # Loading and storing go through getstate and setstate.
-        self._address = id(self._shared) + object.__basicsize__
+        self._memory = _Seen.from_address(id(self._shared) + object.__basicsize__)
 
     def unchanged(self, state: Any) -> bool:
         (_, _, gauss_next), memory = state
-        return bool(
-            self._shared.gauss_next == gauss_next
-            and ctypes.string_at(self._address, _SEEN) == memory
-        )
+        return bool(self._shared.gauss_next == gauss_next and self._memory.raw == memory)
 
     def get(self) -> Any:
-        return self._shared.getstate(), ctypes.string_at(self._address, _SEEN)
+        return self._shared.getstate(), self._memory.raw
 
     def set(self, state: Any, loaded: Any) -> None:
         self._shared.setstate(state[0])
@@ -93,6 +91,7 @@ class _NumpyRandom:
     def __init__(self, numpy_random: Any) -> None:
         self._random = numpy_random
         self._own = numpy_random.MT19937()
+        self._seen: tuple[Any, Any] = None, None  # a generator, and the end of its memory
 
     def _memory(self, generator: Any) -> bytes | None:
         if (
@@ -103,16 +102,16 @@ class _NumpyRandom:
 
     def unchanged(self, state: Any) -> bool:
         full, generator, memory = state
+        if memory is None or full["has_gauss"]:
+            return False
         current = self._random.get_bit_generator()
-        return (
-            memory is not None
-            and not full["has_gauss"]
-            and current is generator
+        if current is not generator:
+            return False
+        if current is not self._seen[0]:
             # The position comes last in the memory, which only a Mersenne twister has.
-            and memory.endswith(
-                ctypes.string_at(current.ctypes.state_address + self._LENGTH - _SEEN, _SEEN)
-            )
-        )
+            end = current.ctypes.state_address + self._LENGTH - _SEEN
+            self._seen = current, _Seen.from_address(end)
+        return bool(memory.endswith(self._seen[1].raw))
 
     def get(self) -> Any:
         generator = self._random.get_bit_generator()

@@ -163,9 +163,12 @@ class _Loaded(NamedTuple):
     """The part of the list whose modules are loaded."""
 
     read: Callable[[], Values]
+    has: Callable[[Values], bool]  # whether the process has these very values
     writes: tuple[Callable[[Any], None], ...]  # one for each value
     filters: int  # which of the values the warning filters are
     names: tuple[str, ...]  # one for each value
+    containers: tuple[int, ...]  # which of the values are of _CONTAINERS
+    modules: frozenset[str]  # of the whole list
 
 
 def _attribute(state: Attribute) -> tuple[Any, str] | None:
@@ -177,34 +180,36 @@ def _attribute(state: Attribute) -> tuple[Any, str] | None:
     return (owner, name) if owner is not None and hasattr(owner, name) else None
 
 
-def _switch(state: Switch) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """The functions that read and set the switch; None where this process has no such switch."""
+def _switch(
+    state: Switch,
+) -> tuple[list[Callable[[], Any]], Callable[[Any], None]] | None:
+    """The functions that read the switch and the one that sets it; None where this process has no such switch.
+
+    The value of several is the sum of their bits, a small number, which always is the same object.
+    """
     module = sys.modules.get(state.module)
     names = (*state.read, state.write)
     if module is None or not all(hasattr(module, name) for name in names):
         return None
     *reads, write = (getattr(module, name) for name in names)
     if len(reads) == 1:
-        return reads[0], write
-
-    def read_bits() -> int:
-        """The values as the bits of one small number, which always is the same object."""
-        return sum(bool(read()) << bit for bit, read in enumerate(reads))
+        return reads, write
 
     def write_bits(bits: int) -> None:
         values = [bool(bits >> bit & 1) for bit in range(len(reads))]
         positional = len(values) - len(state.keywords)
         write(*values[:positional], **dict(zip(state.keywords, values[positional:], strict=True)))
 
-    return read_bits, write_bits
+    return reads, write_bits
 
 
 def _look() -> _Loaded:
-    """The list's loaded part, read by one compiled expression, since every hand-over reads all of it."""
+    """The list's loaded part, read and compared by compiled expressions, since every hand-over looks at all of it."""
     names: dict[str, Any] = {"intern": sys.intern}
     terms: list[str] = []
     writes: list[Callable[[Any], None]] = []
     filters = 0
+    containers: list[int] = []
     texts: list[str] = []
     for number, state in enumerate(STATES):
         if isinstance(state, Attribute):
@@ -213,6 +218,8 @@ def _look() -> _Loaded:
                 continue
             if state == Attribute("warnings", "filters"):
                 filters = len(terms)
+            if state in _CONTAINERS:
+                containers.append(len(terms))
             owner, name = names[f"o{number}"], _ = found
             terms.append(f"o{number}.{name}")
             texts.append(f"{state.module}.{state.path}")
@@ -220,24 +227,33 @@ def _look() -> _Loaded:
         else:
             switch = _switch(state)
             if switch is not None:
-                names[f"o{number}"] = switch[0]
+                reads = {f"o{number}_{bit}": read for bit, read in enumerate(switch[0])}
+                names |= reads
+                bits = [f"{1 << bit} * (not not {name}())" for bit, name in enumerate(reads)]
+                term = " + ".join(bits) if len(bits) > 1 else f"o{number}_0()"
                 text = state.read[0].endswith("precision")  # a new text each time, unlike the rest
-                terms.append(f"intern(o{number}())" if text else f"o{number}()")
+                terms.append(f"intern({term})" if text else term)
                 writes.append(switch[1])
                 texts.append(f"{state.module}.{state.read[0]}")
     read: Callable[[], Values] = eval(f"lambda: ({', '.join(terms)},)", names)
-    return _Loaded(read, tuple(writes), filters, tuple(texts))
+    known = [f"v{index}" for index in range(len(terms))]
+    same = " and ".join(f"({term}) is {value}" for term, value in zip(terms, known, strict=True))
+    exec(f"def has(values):\n    {', '.join(known)}, = values\n    return {same}", names)
+    modules = frozenset(state.module for state in STATES)
+    return _Loaded(
+        read, names["has"], tuple(writes), filters, tuple(texts), tuple(containers), modules
+    )
 
 
-_loaded: tuple[int, _Loaded] | None = None
+_loaded: tuple[int, object, _Loaded] | None = None
 
 
 def find() -> _Loaded:
     """The functions that read and write the part of the list whose modules are loaded."""
     global _loaded
-    if _loaded is None or _loaded[0] != len(sys.modules):
-        _loaded = len(sys.modules), _look()
-    return _loaded[1]
+    if _loaded is None or _loaded[0] != len(sys.modules) or _loaded[1] is not STATES:
+        _loaded = len(sys.modules), STATES, _look()
+    return _loaded[2]
 
 
 #: The environment variables that a rank has beside the process's. Each run asks for them, so they are cached.
@@ -320,9 +336,12 @@ class RankStates:
 
     def __init__(self, size: int, variables: Variables | None) -> None:
         self._variables = variables
-        _share_containers()
-        self._read, self._writes, self._filters, self._names = find()
-        self._outside: Values = self._read()
+        self._loaded = loaded = find()
+        self._outside: Values = loaded.read()
+        if not all(isinstance(self._outside[index], _Shared) for index in loaded.containers):
+            _share_containers()
+            self._outside = loaded.read()
+        self._last = self._outside  # what the last hand-over loaded
         self._ranks: list[Values | None] = [None] * size
         self._environment: dict[Any, Any] = vars(os.environ)["_data"]
         self._environments: list[dict[Any, Any] | None] = [None] * size
@@ -338,14 +357,16 @@ class RankStates:
 
     def switch(self, leaving: int | None, entering: int | None) -> None:
         """Put away what ``leaving`` has and put back what ``entering`` had; None is the controller."""
-        now = self._read()
+        loaded = self._loaded
+        now = self._last if loaded.has(self._last) else loaded.read()
         if leaving is None:
             self._outside = now
         else:
             self._ranks[leaving] = now
         wanted = self._outside if entering is None else self._ranks[entering] or self._outside
         try:
-            if not all(map(operator.is_, wanted, now)):
+            self._last = wanted
+            if wanted is not now and not all(map(operator.is_, wanted, now)):
                 self._load(wanted, now)
         finally:
             self._warnings.switch(leaving, entering)
@@ -365,7 +386,7 @@ class RankStates:
 
     def _load(self, wanted: Values, now: Values) -> None:
         failed: Exception | None = None
-        for write, want, have in zip(self._writes, wanted, now, strict=True):
+        for write, want, have in zip(self._loaded.writes, wanted, now, strict=True):
             if want is not have:
                 try:
                     write(want)
@@ -385,7 +406,7 @@ class RankStates:
         handle: Any = modules.RemovableHandle
 
         def own_filter(*item: Any, append: bool) -> None:
-            if warnings.filters is self._outside[self._filters]:
+            if warnings.filters is self._outside[self._loaded.filters]:
                 warnings.filters = list(warnings.filters)
             add_filter(*item, append=append)
 
@@ -406,7 +427,7 @@ class RankStates:
         warnings._add_filter = own_filter  # type: ignore[attr-defined]
         modules.RemovableHandle = own_handle
         try:
-            loads = ModuleLoads({state.module for state in STATES}, self._extend)
+            loads = ModuleLoads(self._loaded.modules, self._extend)
             with self._warnings.watched(), loads:
                 yield
         finally:
@@ -421,14 +442,14 @@ class RankStates:
     def _extend(self) -> None:
         """Take in the state of a module that a rank has loaded: each rank starts with what it has now."""
         _share_containers()
-        before = self._names
-        self._read, self._writes, self._filters, self._names = _look()
-        now = dict(zip(self._names, self._read(), strict=True))
+        before = self._loaded.names
+        self._loaded = loaded = _look()
+        now = dict(zip(loaded.names, loaded.read(), strict=True))
 
         def extended(values: Values) -> Values:
             return tuple((now | dict(zip(before, values, strict=True))).values())
 
-        self._outside = extended(self._outside)
+        self._outside = self._last = extended(self._outside)
         self._ranks = [None if values is None else extended(values) for values in self._ranks]
 
     def _own_hooks(self, hooks: Any, modules: tuple[Any, ...]) -> dict[int, Any]:

@@ -74,23 +74,35 @@ _PRIMITIVES = (os.sep + "comm.py", os.path.join(os.sep, "futures", "__init__.py"
 _COMPOSED = ("_object", "_object_list")
 
 
-def entry_of(code: types.CodeType) -> str:
+def _entry(file: str, name: str) -> str:
     """The name by which a script calls this function of a library; "" for one that no script calls, or
     whose name a message gives anyway.
     """
-    name, file = code.co_qualname, code.co_filename
-    public = not code.co_name.startswith("_") or code.co_name in ("__init__", "__call__")
+    last = name.rpartition(".")[2]
+    public = not last.startswith("_") or last in ("__init__", "__call__")
     front = file.endswith((*FRONT_DOOR, *_PRIMITIVES)) and not name.endswith(_COMPOSED)
     if not public or "<" in name or front:
         return ""
     name = name.removesuffix(".__init__").removesuffix(".__call__")
-    if not is_own_code(code):
+    if not is_ours(file):
         root = _torch_root()
         return name if root is not None and file.startswith(root) else ""
     inner = (os.sep + "transport" + os.sep, os.sep + "pytest_smp" + os.sep)
     if any(part in file for part in inner):
         return ""
     return name if "." in name else f"smp.{name}"
+
+
+# Each call of a rank walks its stack, so what a function contributes to a Place is computed once.
+@functools.lru_cache(maxsize=4096)
+def _library_function(file: str, name: str) -> tuple[bool, str] | None:
+    """Return whether a function of a library keeps a call direct, and its entry (see Place); None for a user's.
+
+    ``name``: qualified.
+    """
+    if not _is_plumbing(file):
+        return None
+    return is_ours(file) or file.endswith(FRONT_DOOR), _entry(file, name)
 
 
 class Place:
@@ -175,16 +187,28 @@ def thread_frames() -> dict[int, types.FrameType]:
         return sys._current_frames()
 
 
+def user_frame(frame: types.FrameType | None) -> tuple[types.FrameType | None, bool, str]:
+    """The frame of the innermost line of the user's in this stack, or None, and the attributes ``direct`` and
+    ``entry`` of its Place.
+    """
+    direct, entry = True, ""
+    while frame is not None:
+        code = frame.f_code
+        function = _library_function(code.co_filename, code.co_qualname)
+        if function is None:
+            break
+        direct, entry = direct and function[0], function[1] or entry
+        frame = frame.f_back
+    return frame, direct, entry
+
+
 def user_place(frame: types.FrameType | None) -> Place | None:
     """The innermost line of the user's in this stack, or None where there is none."""
-    direct, entry = True, ""
-    for each in _frames(frame):
-        code = each.f_code
-        if not is_plumbing(code):
-            return Place(code.co_filename, each.f_lineno, code.co_name, direct, entry)
-        entry = entry_of(code) or entry
-        direct = direct and (is_own_code(code) or code.co_filename.endswith(FRONT_DOOR))
-    return None
+    frame, direct, entry = user_frame(frame)
+    if frame is None:
+        return None
+    code = frame.f_code
+    return Place(code.co_filename, frame.f_lineno, code.co_name, direct, entry)
 
 
 def user_line(depth: int) -> tuple[str, int] | None:

@@ -18,14 +18,17 @@ from smp_core.transport.stack_frames import is_plumbing
 
 _class: Any = c10d._WorldMeta
 _world: Any = vars(_class)["WORLD"]
+_get: Any = _world.fget
+_OPTIMIZED = (
+    inspect.CO_OPTIMIZED
+)  # flags of code: the body of a module or class has no optimized locals
 
 
 def _default_group(owner: Any) -> Any:
     code = sys._getframe(1).f_code
-    # The body of a module or class has no optimized locals.
-    if not code.co_flags & inspect.CO_OPTIMIZED and is_plumbing(code):
+    if not code.co_flags & _OPTIMIZED and is_plumbing(code):
         return None
-    return _world.fget(owner)
+    return _get(owner)
 
 
 @functools.cache

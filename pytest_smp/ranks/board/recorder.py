@@ -105,8 +105,6 @@ class BoardRecorder:
         self._members: list[tuple[int, ...]] = []  # of groups, by number
         self._places: dict[tuple[tuple[types.CodeType, int] | None, bool, str, str], int] = {}
         self._descriptions: dict[object, int] = {}
-        self._plumbing: dict[types.CodeType, bool] = {}
-        self._entries: dict[types.CodeType, str] = {}  # of plumbing
 
     # A run.
 
@@ -115,13 +113,7 @@ class BoardRecorder:
 
         Called by the thread that then runs the body.
         """
-        for table in (
-            self._groups,
-            self._places,
-            self._descriptions,
-            self._plumbing,
-            self._entries,
-        ):
+        for table in (self._groups, self._places, self._descriptions):
             table.clear()
         self._members.clear()
         self._main, self._threads = _thread.get_ident(), helper_threads.count_other_threads()
@@ -382,23 +374,8 @@ class BoardRecorder:
     def _place(self, frame: types.FrameType | None) -> int:
         """The number of the user's line in this stack, or -1; in another thread than the rank's own, that
         thread stands with the line, or alone.
-
-        As frames.user_place, which asks anew about every frame.
         """
-        direct, entry = True, ""
-        while frame is not None:
-            code = frame.f_code
-            plumbing = self._plumbing.get(code)
-            if plumbing is None:
-                plumbing = self._plumbing[code] = stack_frames.is_plumbing(code)
-                self._entries[code] = stack_frames.entry_of(code) if plumbing else ""
-            if not plumbing:
-                break
-            entry = self._entries[code] or entry
-            direct = direct and (
-                stack_frames.is_own_code(code) or code.co_filename.endswith(stack_frames.FRONT_DOOR)
-            )
-            frame = frame.f_back
+        frame, direct, entry = stack_frames.user_frame(frame)
         thread = self._other_thread()
         if frame is None and not thread:
             return -1

@@ -43,7 +43,9 @@ class Call:
 class Meeting:
     """The calls that meet: one per member of the group. An Operation of the scheduler."""
 
-    __slots__ = ("arrived", "calls", "channel", "differs", "done", "first", "number", "result")
+    __slots__ = (
+        *("arrived", "calls", "channel", "differs", "done", "first", "number", "parted", "result"),
+    )
 
     def __init__(self, channel: Channel, number: int) -> None:
         self.channel, self.number = channel, number
@@ -51,6 +53,7 @@ class Meeting:
         self.first: Call | None = None  # the one that arrived first
         self.arrived = 0
         self.done = self.differs = False
+        self.parted = False  # the calls were not all made from the same line
         self.result: Any = None
 
     def describe(self, rank: int) -> str:
@@ -102,7 +105,8 @@ class Channel:
         """
         context.scheduler.check(context.thread_state)
         position, call.rank = self.position[context.rank], context.rank
-        line = call.line = line_of(call.place) or stack_frames.user_line(1)
+        place = call.place
+        line = call.line = stack_frames.user_line(1) if place is None else line_of(place)
         context.scheduler.call_lines.called(context.rank, line)
         number = self._counts[position] = self._counts[position] + 1
         meeting = self._open.get(number)
@@ -110,6 +114,8 @@ class Channel:
             meeting = self._open[number] = Meeting(self, number)
         if meeting.first is None:
             meeting.first = call
+        elif line != meeting.first.line:
+            meeting.parted = True
         differs = meeting.differs or not self._agrees(meeting.first, call)
         meeting.calls[position] = call
         meeting.arrived += 1
@@ -119,7 +125,8 @@ class Channel:
         if meeting.arrived == len(meeting.calls):
             del self._open[number]
             calls: list[Call] = meeting.calls  # type: ignore[assignment]
-            self.note_lines(context, number, calls)
+            if meeting.parted:
+                self.note_lines(context, number, calls)
             try:
                 meeting.result = complete(calls)
             except (

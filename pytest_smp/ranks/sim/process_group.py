@@ -86,7 +86,7 @@ class SimProcessGroup(CheckedGroup):
         context = self._enter(call.operation)
         place, told = caller_place(), call.told
         tensors = call.brings or call.gets
-        if not _users(place) and tensors:
+        if place is not None and not place.direct and tensors:
             tensor = ddp_tensor(sys._getframe(1), call.operation, tensors[0].dtype)
             told = (*told, ("tensor", tensor)) if tensor else told
         made = Call(call.operation, call.fields, None, place, told=told)

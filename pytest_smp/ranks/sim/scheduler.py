@@ -254,10 +254,11 @@ class Scheduler:
         if thread_state.waiting is operation:
             thread_state.waiting = None
             self._ready.append(thread_state)
-        for helper in tuple(self.helpers):  # others of them end meanwhile
-            if helper.waiting is operation and helper.rank == rank:
-                helper.waiting = None
-                self._ready.append(helper)
+        if self.helpers:
+            for helper in tuple(self.helpers):  # others of them end meanwhile
+                if helper.waiting is operation and helper.rank == rank:
+                    helper.waiting = None
+                    self._ready.append(helper)
 
     def give_way(self, thread_state: ThreadState) -> None:
         """Let every rank that can run have a turn before this one goes on."""

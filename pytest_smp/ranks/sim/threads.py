@@ -200,11 +200,13 @@ class RankThreads:
     def entered(self) -> Iterator[None]:
         """While entered, threads and tasks of pools that ranks start are theirs."""
         with (
-            _waits_dispatched(),
-            _replaced(threading.Thread, "__init__", self._new_thread),
-            _quiet_starts(self._forget_thread),
+            _Replacements(
+                *_WAITS,
+                (threading.Thread, "__init__", self._new_thread),
+                (threading.Thread, "start", _quiet_start(self._forget_thread)),
+                (pools._WorkItem, "__init__", _adopted_item(self._adopt_task)),
+            ),
             current_rank.child_threads(self._adopt_thread),
-            _tasks(self._adopt_task),
         ):
             try:
                 yield
@@ -743,21 +745,35 @@ class _Active:
     threads: RankThreads | None = None
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """While entered, ``function`` is called in the place of an attribute, which it gets as first argument."""
-    original = getattr(owner, name)
+class _Replacements:
+    """While entered, functions are called in the place of attributes.
 
+    ``replacements``: an owner, a name, and the function, which gets the attribute as first argument.
+    """
+
+    def __init__(self, *replacements: tuple[Any, str, Callable[..., Any]]) -> None:
+        self._replacements = replacements
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+
+    def __enter__(self) -> None:
+        for owner, name, function in self._replacements:
+            original = getattr(owner, name)
+            call = _calling(function, original)
+            self._undo.append((owner, name, original, call))
+            setattr(owner, name, call)
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, original, call in reversed(self._undo):
+            if getattr(owner, name) is call:  # else somebody has replaced it, and puts this back
+                setattr(owner, name, original)
+
+
+def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        if getattr(owner, name) is call:  # else somebody has replaced it, and puts this one back
-            setattr(owner, name, original)
+    return call
 
 
 def _dispatched(name: str) -> Callable[..., Any]:
@@ -772,15 +788,12 @@ def _dispatched(name: str) -> Callable[..., Any]:
     return wait
 
 
-@contextlib.contextmanager
-def _waits_dispatched() -> Iterator[None]:
-    """While entered, strands wait by RankThreads."""
-    with (
-        _replaced(threading.Thread, "join", _dispatched("join")),
-        _replaced(threading.Condition, "wait", _dispatched("wait")),
-        _replaced(time, "sleep", _dispatched("sleep")),
-    ):
-        yield
+#: The functions by which strands wait.
+_WAITS = (
+    (threading.Thread, "join", _dispatched("join")),
+    (threading.Condition, "wait", _dispatched("wait")),
+    (time, "sleep", _dispatched("sleep")),
+)
 
 
 def _stand_for(strand: Strand | None, run: Callable[[], None]) -> None:
@@ -789,9 +802,8 @@ def _stand_for(strand: Strand | None, run: Callable[[], None]) -> None:
     run()
 
 
-@contextlib.contextmanager
-def _quiet_starts(failed: Callable[[threading.Thread], None]) -> Iterator[None]:
-    """While entered, the turn does not pass while a thread begins: its starter may hold a lock of all ranks.
+def _quiet_start(failed: Callable[[threading.Thread], None]) -> Callable[..., None]:
+    """Have the turn not pass while a thread begins: its starter may hold a lock of all ranks.
 
     ``failed`` is called with a thread that could not be started.
     """
@@ -806,18 +818,15 @@ def _quiet_starts(failed: Callable[[threading.Thread], None]) -> Iterator[None]:
         finally:
             _local.starts = outer
 
-    with _replaced(threading.Thread, "start", start):
-        yield
+    return start
 
 
-@contextlib.contextmanager
-def _tasks(adopt: Callable[[Any], None]) -> Iterator[None]:
-    """While entered, the tasks that ranks give to pools of threads are adopted."""
+def _adopted_item(adopt: Callable[[Any], None]) -> Callable[..., None]:
+    """Have the tasks that ranks give to pools of threads adopted."""
 
     def __init__(original: Callable[..., None], item: Any, *args: Any, **kwargs: Any) -> None:
         original(item, *args, **kwargs)
         if current_rank.current() is not None:
             adopt(item)
 
-    with _replaced(pools._WorkItem, "__init__", __init__):
-        yield
+    return __init__

@@ -63,7 +63,8 @@ class SimWork(Work):
             return
         context = self._context
         context.check_thread(self.name)
-        timeout = timeout or context.fabric.torch_world().wait_timeout
+        if not timeout and context.scheduler.clock is not None:
+            timeout = context.fabric.torch_world().wait_timeout
         try:
             context.scheduler.wait(context.thread_state, self._operation, timeout)
         except WaitExpired:
