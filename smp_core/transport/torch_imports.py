@@ -19,9 +19,7 @@ from smp_core.transport.stack_frames import is_plumbing
 _class: Any = c10d._WorldMeta
 _world: Any = vars(_class)["WORLD"]
 _get: Any = _world.fget
-_OPTIMIZED = (
-    inspect.CO_OPTIMIZED
-)  # flags of code: the body of a module or class has no optimized locals
+_OPTIMIZED = inspect.CO_OPTIMIZED  # a flag that the code of a module's or class's body lacks
 
 
 def _default_group(owner: Any) -> Any:

@@ -346,7 +346,7 @@ class BoardRecorder:
         return self._number
 
     def _thread(self) -> int:
-        if self._other_thread():
+        if _thread.get_ident() != self._main and self._other_thread():
             return OTHER
         if self._children is not None and self._children.any_since():
             self._children = None
@@ -376,7 +376,7 @@ class BoardRecorder:
         thread stands with the line, or alone.
         """
         frame, direct, entry = stack_frames.user_frame(frame)
-        thread = self._other_thread()
+        thread = "" if _thread.get_ident() == self._main else self._other_thread()
         if frame is None and not thread:
             return -1
         key = None if frame is None else (frame.f_code, frame.f_lineno), direct, entry, thread

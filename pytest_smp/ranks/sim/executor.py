@@ -262,6 +262,9 @@ class ThreadExecutor(Executor):
                 raise
             if came_back:
                 report = _report(job, scheduler, contexts, fabric)
+                if scheduler.threads is None:  # else a thread that goes on may look at them
+                    for context in contexts:
+                        context.release()
             else:
                 unfinished = _unfinished(scheduler, contexts)
                 timeout = _timeout(job, scheduler, contexts, unfinished)

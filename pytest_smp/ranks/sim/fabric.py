@@ -280,6 +280,7 @@ class SimWorldFabric:
     def close(self) -> None:
         """Give torch.distributed back."""
         self._worlds.leave()
+        self._fabrics.clear()
 
 
 def _at(place: object) -> str:

@@ -56,6 +56,10 @@ class RankContext:
         self.outcome.records = self.records
         return self.outcome
 
+    def release(self) -> None:
+        """Let go of what refers to this rank, after the run: no garbage collection is needed to free both."""
+        self.fabric = self.runtime = None
+
     def crash(self, how: str, where: str) -> None:
         """End the run with this rank's crash.
 
