@@ -103,7 +103,7 @@ class BoardRecorder:
         self.calls: list[CommunicationCall] | None = None  # of the run, if they are wanted
         self._groups: dict[tuple[object, ...], int] = {}
         self._members: list[tuple[int, ...]] = []  # of groups, by number
-        self._places: dict[tuple[tuple[types.CodeType, int] | None, bool, str, str], int] = {}
+        self._places: dict[tuple[str, int, str, bool, str], int] = {}
         self._descriptions: dict[object, int] = {}
 
     # A run.
@@ -379,19 +379,16 @@ class BoardRecorder:
         thread = "" if _thread.get_ident() == self._main else self._other_thread()
         if frame is None and not thread:
             return -1
-        key = None if frame is None else (frame.f_code, frame.f_lineno), direct, entry, thread
+        file, line, function = "", 0, thread
+        if frame is not None:
+            code = frame.f_code
+            file, line, function = code.co_filename, frame.f_lineno, code.co_name
+            function += f" in {thread}" if thread else ""
+        key = file, line, function, direct, entry
         known = self._places.get(key)
         if known is None:
             known = self._places[key] = len(self._places)
-            file, line, function = "", 0, thread
-            if frame is not None:
-                file, line, function = (
-                    frame.f_code.co_filename,
-                    frame.f_lineno,
-                    frame.f_code.co_name,
-                )
-                function += f" in {thread}" if thread else ""
-            self._words += encode(records.PLACE, known, file, line, function, direct, entry)
+            self._words += encode(records.PLACE, known, *key)
         return known
 
     def _other_thread(self) -> str:
