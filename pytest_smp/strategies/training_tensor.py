@@ -262,6 +262,10 @@ def _cases(
         # group have to run them in one.
         kinds = tuple(each for each in kinds if each != "route")
     model = said.pop("model", None) or draw(_models(world, kinds, 1 if narrow else 2, narrow))
+    if "route" in model.kinds() and not world.prescaled and "model" not in dict(fixed):
+        # With a stem that needs no gradient, a way without parameters leads to an input that needs none: a distributed
+        # layer behind it would exchange the input's gradient on some ranks of its TP group alone.
+        model = dataclasses.replace(model, frozen=False)
     eligible = candidates(model, world.prescaled)
     chosen = said.get("distributed", eligible)
     if draw(st.integers(0, 2)) == 2:
