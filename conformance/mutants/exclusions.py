@@ -14,6 +14,7 @@ _REFUSED_BEFORE = "changes a second check: the configuration is refused before a
 _OWN_RANK = "changes a second check: a rank asks about itself only"
 _LATER = "no call of the levels L0 to L2 uses the result"
 _CULPRIT = "changes the text of an error alone: the part of an object that cannot be pickled"
+_GIVEN_UP = "changes the end of a wait on the simulated clock, which no requirement asks for"
 _UNDOCUMENTED = "changes a getter that no source documents"
 
 #: Functions whose results no requirement promises, with the reason and their number of sites. Tests of
@@ -30,6 +31,8 @@ FUNCTIONS: Mapping[str, tuple[str, int]] = {
     "Meeting.issued": (_WORDS, 4),
     "Channel._agrees": (_WORDS, 4),
     "Channel.unfinished": (_WORDS, 1),
+    "Meeting.give_up": (_GIVEN_UP, 3),
+    "Channel.note_lines": (_WORDS, 8),
     "Mismatch.__init__": (_WORDS, 1),
     "Mismatch.describe": (_WORDS, 2),
     "Mismatch.missing": (_WORDS, 2),
@@ -52,6 +55,8 @@ FUNCTIONS: Mapping[str, tuple[str, int]] = {
 _TEXT = "changes the text of an error alone"
 _KEY = "changes a key that is made and compared in one place"
 _OVER = "drops a check of the harness for a run that has ended, or for a call of another thread"
+_RECORDED = f"{_OVER}, or changes the record of calls for tests"
+_NODES = "changes nodes that count as several, which no configuration of the suite asks for"
 _DIFFER = "changes the verdict on calls that differ, which no requirement is about"
 _OURS = (
     "changes the handling of a bug in the harness: a collective that raises when all have called"
@@ -62,8 +67,25 @@ _MODULO = "2**63 and -2**63 are equal modulo 2**64"
 _WAKING = "no requirement promises an order of waking"
 _NUMBER = "a meeting's number is only compared with those of other ranks"
 
+#: Parts of lines on which every change is excluded, with the reason and the number of changes.
+LINES: Mapping[str, tuple[str, int]] = {
+    "self._check(call, ": (_RECORDED, 10),
+    'self._check("smp': (_RECORDED, 11),
+    "context.check(call)": (_OVER, 1),
+    "context.job.records_calls": (_RECORDED, 1),
+    "context.record_call": (_RECORDED, 2),
+    "call_lines.": (_WORDS, 13),
+    "stack_frames.user_line(": (_WORDS, 3),
+    "line != meeting.first.line": (_WORDS, 1),
+    "meeting.parted": (_WORDS, 1),
+    "self.note_lines": (_WORDS, 3),
+    "min(per_node, ": (_NODES, 6),
+}
+
 #: Changes whose effect no requirement is about, by :attr:`MutationSite.text`.
 EQUIVALENT: Mapping[str, str] = {
+    "local_rank: runtime.rank % per_node -> runtime.rank // per_node": _NODES,
+    "local_rank: runtime.rank -> 0": _NODES,
     "send: _peer(runtime, 'smp.send', 'dest_rank', dest_rank, rank_type) -> "
     "_peer(runtime, 'dest_rank', 'smp.send', dest_rank, rank_type)": _TEXT,
     "recv_from: _peer(runtime, 'smp.recv_from', 'src_rank', src_rank, rank_type) -> "
@@ -105,15 +127,9 @@ EQUIVALENT: Mapping[str, str] = {
     "_Message.__init__: context.rank -> 0": _WORDS,
     "_Message.__init__: not dests -> dests": "SimObjects._post sets the same value again",
     "_Receive.__init__: src -> 0": _WORDS,
-    "SimObjects._check: context.check(call) -> pass": _OVER,
-    "SimObjects.send: self._check(call, 'smp.send', (self._context.rank, dest)) -> pass": _OVER,
-    "SimObjects.broadcast: self._check(call, 'smp.broadcast', group.ranks) -> pass": _OVER,
-    "SimObjects.recv_from: self._check('smp.recv_from', 'smp.recv_from', (context.rank, src)) -> pass": _OVER,
-    "SimObjects.recv_from: src -> 0 (4)": _WORDS,
-    "SimObjects.allgather: self._check('smp.allgather', 'smp.allgather', group.ranks) -> pass": _OVER,
+    "SimObjects.recv_from: src -> 0 (5)": _WORDS,
     "SimObjects.allgather: Call('smp.allgather', (), Payload(obj, 'smp.allgather')) -> "
     "Call((), 'smp.allgather', Payload(obj, 'smp.allgather'))": _WORDS,
-    "SimObjects.barrier: self._check('smp.barrier', 'smp.barrier', group.ranks) -> pass": _OVER,
     "SimObjects.barrier: Call('smp.barrier', (), None) -> Call((), 'smp.barrier', None)": _WORDS,
     "SimObjects.barrier: Call('smp.barrier', (), None) -> Call('smp.barrier', None, ())": _WORDS,
     "Meeting.__init__: (channel, number) -> (number, channel)": _WORDS,
@@ -125,7 +141,6 @@ EQUIVALENT: Mapping[str, str] = {
     "meeting.differs and (not self._agrees(meeting.first, call))": _DIFFER,
     "Channel.join: context.rank -> 0 (2)": _WORDS,
     "Channel.join: self._counts[position] + 1 -> self._counts[position] - 1": _NUMBER,
-    "Channel.join: 1 -> 2": _NUMBER,
     "Channel.join: position -> 0 (3)": _DIFFER,
     "Channel.join: self._agrees(meeting.first, call) -> self._agrees(call, meeting.first)": _DIFFER,
     "Channel.join: Mismatch(meeting, context) -> Mismatch(context, meeting)": _DIFFER,
@@ -156,4 +171,8 @@ def reason(site: MutationSite) -> str | None:
     """The reason for which a site is excluded, or None if the site is tried as a mutant."""
     if site.function in FUNCTIONS:
         return FUNCTIONS[site.function][0]
+    line = site.source_line
+    for part, (why, _) in LINES.items():
+        if part in line:
+            return why
     return EQUIVALENT.get(site.text)

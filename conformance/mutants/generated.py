@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import linecache
 import sys
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -91,6 +92,11 @@ class MutationSite:
         """
         more = f" ({self.nth})" if self.nth > 1 else ""
         return f"{self.function}: {self.before} -> {self.after}{more}"
+
+    @property
+    def source_line(self) -> str:
+        """The line on which the changed expression or statement begins."""
+        return linecache.getline(importlib.import_module(self.module).__file__ or "", self.line)
 
     @property
     def where(self) -> str:
