@@ -38,6 +38,9 @@ def conclude(report: Report, backend: str, config: Mapping[str, Any] | None = No
     """
     __tracebackhide__ = True
     error = report.error
+    if isinstance(error, BaseExceptionGroup) and error.split(pytest.skip.Exception)[1] is None:
+        text = f"rank {report.root} raised a group of skips: skip by pytest.skip, on all ranks"
+        error = RankDisagreementError(text).with_traceback(error.__traceback__)
     if error is not None:
         if not isinstance(error, _ENDS_THE_SESSION):
             known = getattr(error, "__notes__", ())  # an exception object may be raised again

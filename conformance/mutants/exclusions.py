@@ -136,6 +136,7 @@ EQUIVALENT: Mapping[str, str] = {
     "Channel.__init__: 0 -> 1": _NUMBER,
     "Channel.__init__: 0 -> -1": _NUMBER,
     "Channel.__init__: group.ranks -> group.ranks[::-1]": _WORDS,
+    "Channel.join: 1 -> 2 (2)": _NUMBER,
     "Channel.join: context.scheduler.check(context.thread_state) -> pass": _OVER,
     "Channel.join: meeting.differs or not self._agrees(meeting.first, call) -> "
     "meeting.differs and (not self._agrees(meeting.first, call))": _DIFFER,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,8 @@ class Execution:
     """
 
     def __init__(self, item: pytest.Item) -> None:
-        self._function = _function(item)
+        self._defined = _defined_function(item)
+        self._drawn = _drawn_function(self._defined)
         self.completed = False  #: whether the function returned
 
     @contextlib.contextmanager
@@ -33,8 +33,8 @@ class Execution:
         """Note the run of the function inside, and call ``on_failure`` with the exception that it raises."""
         self.completed = False
         with pytest.MonkeyPatch.context() as patch:
-            # The end of another function, which a hook has put in its place, says nothing.
-            if _function(item) is self._function:
+            # The end of a function in its place says nothing, nor does that of a decorator, which may catch exceptions.
+            if _function(getattr(item, "obj", None)) is self._defined:
                 patch.setattr(item, "obj", self._noted(item.obj, on_failure))  # type: ignore[attr-defined]
             yield
 
@@ -42,18 +42,28 @@ class Execution:
         @functools.wraps(test)
         def noted(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
+            drawn = _drawn_function(self._defined)
             try:
                 result = test(*args, **kwargs)
             except BaseException as error:
                 on_failure(error)
                 raise
-            self.completed = True
+            self.completed = drawn is self._drawn
             return result
 
         return noted
 
 
-def _function(item: pytest.Item) -> Any:
-    """The function of an item below its decorators."""
-    test: Any = getattr(item, "obj", None)
-    return inspect.unwrap(getattr(test, "__func__", test))
+def _function(test: Any) -> Any:
+    return getattr(test, "__func__", test)
+
+
+def _defined_function(item: Any) -> Any:
+    """The function of an item as its module defines it, whatever a hook has put in its place since."""
+    parent = getattr(item, "parent", None)
+    return _function(item.obj if parent is None else getattr(parent.obj, item.originalname))
+
+
+def _drawn_function(test: Any) -> Any:
+    """The function that Hypothesis calls for each example, which a hook may replace; None of another test."""
+    return getattr(getattr(test, "hypothesis", None), "inner_test", None)

@@ -50,13 +50,21 @@ def dump_error(error: BaseException, dumps: Callable[[object], bytes]) -> bytes:
 
 
 def _dump(error: BaseException | None, dumps: Callable[[object], bytes]) -> bytes:
-    """Pickle an exception, and read it back: one that cannot be read is as good as none."""
+    """Pickle an exception, and read it back: one that cannot be read is as good as none, and so is one that is
+    read as an exception of another type, which pytest may take for a skip.
+    """
     pickling_support.install(error)
     data = dumps(error)
     if len(data) > _LARGEST:
         raise ValueError(f"its pickle has {len(data)} bytes, more than {_LARGEST}")
-    pickle.loads(data)
+    loaded = pickle.loads(data)
+    if _type_name(loaded) != _type_name(error):
+        raise ValueError(f"its pickle is read as {_type_name(loaded)}")
     return data
+
+
+def _type_name(obj: object) -> str:
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
 def _shorten(error: BaseException, path: list[BaseException], done: set[int]) -> None:

@@ -60,6 +60,19 @@ def test_one_rank_skips(session: Session) -> None:
     ended.hides_ours("results.py")
 
 
+def test_one_rank_raises_a_group_of_skips(session: Session) -> None:
+    ended = session(
+        """
+        @pytest.mark.smp
+        def test_x(smp):
+            if smp.rank() == 1:
+                raise BaseExceptionGroup("skips", [pytest.skip.Exception("no such device")])
+        """
+    )
+    assert ended.counts == {"failed": 1}
+    ended.shows("RankDisagreementError: rank 1 raised a group of skips")
+
+
 def test_one_rank_skips_while_the_others_wait_for_it(session: Session) -> None:
     ended = session(
         """

@@ -246,7 +246,7 @@ def decorated(*arguments: object) -> None:
     [
         (draw_none, draw_none, PropertyOutcome.PASSED),
         (run_none, run_none, PropertyOutcome.PASSED),
-        (run_none, decorated, PropertyOutcome.PASSED),
+        (run_none, decorated, PropertyOutcome.SKIPPED),  # which may catch exceptions
         (draw_none, run_none, PropertyOutcome.SKIPPED),  # a hook has replaced it
     ],
     ids=["hypothesis", "plain", "decorated", "replaced"],
@@ -270,6 +270,30 @@ def test_a_pass_needs_the_end_of_the_function(
             suite.tell(item, call, made)
             suite.logged(made)
             assert suite.results["t.py::a"].outcome is expected
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_function_that_hypothesis_calls_instead_is_no_proof(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """Nor is a decorator that a hook puts there before the session has seen the item."""
+    with suite_session(pytestconfig) as suite:
+        item = prepare(suite, "t.py::a", IDS[0])
+        item.parent, item.originalname = SimpleNamespace(obj=SimpleNamespace(a=draw_none)), "a"
+        item.obj = decorated if early else draw_none
+        suite._prepare(item, IDS[0])
+        suite.selected([item])
+        if not early:
+            monkeypatch.setattr(draw_none.hypothesis, "inner_test", lambda nothing: None)  # type: ignore[attr-defined]
+        with suite.watched(item, "call"):
+            item.obj()
+        call = pytest.CallInfo.from_call(lambda: None, "call")
+        made = report_of(
+            SimpleNamespace(nodeid=item.nodeid, user_properties=item.user_properties[:2]), call
+        )
+        suite.tell(item, call, made)
+        suite.logged(made)
+        assert suite.results["t.py::a"].outcome is PropertyOutcome.SKIPPED
 
 
 def test_a_run_is_no_proof_of_the_next_one(pytestconfig: pytest.Config) -> None:

@@ -66,6 +66,13 @@ class OneWay(Exception):
         super().__init__(one)
 
 
+class Disguised(AssertionError):
+    """Would arrive as an exception that pytest takes for a skip."""
+
+    def __reduce__(self):
+        return pytest.skip.Exception, self.args
+
+
 class Notes(Exception):
     """Has notes that are none."""
 
@@ -97,6 +104,7 @@ KINDS = {
     "mute": (lambda: Mute(SENTENCE), True),
     "stubborn": (lambda: Stubborn(SENTENCE), False),
     "endless": (lambda: Endless(SENTENCE), False),
+    "disguised": (lambda: Disguised(SENTENCE), False),
     "one way": (lambda: OneWay(SENTENCE, 2), True),
     "notes": (lambda: Notes(SENTENCE), True),
     "cyclic": (_cyclic, False),
