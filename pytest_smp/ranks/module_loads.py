@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib.abc import MetaPathFinder
@@ -20,7 +21,8 @@ class ModuleLoads(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def __exit__(self, *_: object) -> None:
-        sys.meta_path.remove(self)
+        with contextlib.suppress(ValueError):  # a body may have put another list in its place
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 LOOK = 0.02
 #: Seconds that a run which has ended stays for threads that wait for each other outside of communication.
 PATIENCE = 5.0
-#: Looks after which the turn no longer stays for a thread that computes, waits in a loop, or sleeps inside of a lock.
+#: Looks after which the turn no longer stays for a sleeping thread, if no thread of its rank waits for the turn.
 _SPINNING = 50
+#: The share of the time that a sleeping thread may compute between two looks.
+_POLLING = 0.05
 
 _join, _wait = threading.Thread.join, threading.Condition.wait
 _new_lock = _thread.allocate_lock
@@ -87,7 +89,7 @@ class Strand:
         self.asleep = False  # seen asleep, and not heard of since
         self.passed_over = False  # the turn does not stay for it
         self.registered: set[str] = set()  # names of groups in torch's registry of this thread
-        self.looks, self._seconds = 0, -1.0
+        self.looks, self._seconds, self._looked = 0, math.inf, 0.0
 
     @property
     def is_main(self) -> bool:
@@ -101,17 +103,19 @@ class Strand:
     def heard(self) -> None:
         """Forget what looks at the thread have shown: it has just told what it does."""
         self.asleep = self.passed_over = False
-        self.looks, self._seconds = 0, -1.0
+        self.looks, self._seconds, self._looked = 0, math.inf, 0.0
 
     def look(self) -> None:
         """Look whether the thread sleeps. Called at intervals while the turn stays for it."""
         self.looks += 1
         thread = self.thread
         if thread is not None and thread.native_id is not None:
-            seconds = _compute_seconds(thread.native_id)
-            if seconds == self._seconds and _sleeps(thread):
+            seconds, now = _compute_seconds(thread.native_id), time.monotonic()
+            # A loop that polls computes a little between two sleeps.
+            little = (now - self._looked) * _POLLING
+            if self._looked and seconds - self._seconds <= little and _sleeps(thread):
                 self.asleep = True
-            self._seconds = seconds
+            self._seconds, self._looked = seconds, now
         self.passed_over = self.looks > (_SPINNING if self.communicates else 1)
 
 
@@ -325,6 +329,8 @@ class RankThreads:
             text = f"thread {strand.name!r} of rank {strand.state.rank} has ended with {type(error).__name__}"
             self._failures.append(f"{text}: {error}" + (f"\n      {place}" if place else ""))
             raise
+        finally:
+            vars(strand.thread).pop("run", None)  # a thread that is kept does not keep its run
 
     @contextlib.contextmanager
     def _running(self, strand: Strand) -> Iterator[None]:

@@ -131,6 +131,30 @@ def test_threads_communicate(
     assert smp_world.run(body, ranks=ranks, schedule=schedule) == [expected] * ranks
 
 
+def test_rank_may_poll_a_lock_that_its_thread_releases(smp_world: Any) -> None:
+    """The loop computes a little between two sleeps; the thread that is kept does not keep the run."""
+
+    def body() -> tuple[float, threading.Thread]:
+        sums: list[float] = []
+        lock = threading.Lock()
+
+        def run() -> None:
+            sums.append(summed(1.0))
+            lock.release()
+
+        lock.acquire()
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not lock.acquire(timeout=0.005):
+            pass
+        thread.join()
+        return sums[0], thread
+
+    for result, thread in smp_world.run(body, ranks=2):
+        assert result == 2.0
+        assert thread.run == threading.Thread.run.__get__(thread)
+
+
 @pytest.mark.parametrize("way", DEADLOCKING, ids=lambda way: way.__name__)
 def test_deadlock_of_threads_is_told_with_thread_and_line(smp_world: Any, way: Any) -> None:
     def body() -> None:
