@@ -210,7 +210,7 @@ def after_the_run(case: SoakCase, report: Report) -> str | None:
     if not late or report.verdict is not VerdictKind.PASSED:
         return None
     rank = case.fault.rank
-    return f"the process of rank {rank} ended after its last run ({how(case.fault)})"
+    return f"the process of rank {rank} ended after its last run ({how(case.fault)}"  # and a hint
 
 
 def _crash(case: SoakCase, report: Report, processes: bool) -> Checks:

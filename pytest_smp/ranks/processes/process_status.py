@@ -47,7 +47,10 @@ class ProcessStatus:
 
 def _has_other_threads(pid: int) -> bool:
     """Return whether a thread beside the main one goes on: it does not end, and nobody has killed it."""
-    for folder in Path(f"/proc/{pid}/task").glob("[0-9]*"):
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):  # the whole process has ended since
+        folders += Path(f"/proc/{pid}/task").glob("[0-9]*")
+    for folder in folders:
         with contextlib.suppress(OSError):  # it has ended
             if folder.name == str(pid):
                 continue
