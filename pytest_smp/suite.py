@@ -59,6 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
         door.open(given or _NAME)
 
 
+#: Modules beside the suite's properties that make assertions for them.
+REWRITTEN = [f"{_NAME}.cases.{name}" for name in ("keras_script", "precision_runs", "tensors")]
+
 #: Profiles of Hypothesis: the number of examples, and whether all sessions draw the same ones.
 PROFILES = {"smp-quick": (20, True), "smp-certify": (400, False)}
 
@@ -147,7 +150,7 @@ class _Door:
             )
         # The asserts of these modules must also hold under `python -O`. pytest rewrites an installed
         # plugin's modules by itself, and those of a working copy only when told.
-        pytest.register_assert_rewrite(f"{_NAME}.cases.tensors", f"{_NAME}.cases.traffic")
+        pytest.register_assert_rewrite(*REWRITTEN)
         manager = self._config.pluginmanager
         manager.register(importlib.import_module(f"{_NAME}.mutants.command"), "smp-selftest")
         self._plugin = importlib.import_module(f"{_NAME}.session.plugin")

@@ -24,6 +24,9 @@ _SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal
 _SI_KERNEL = 0x80  # si_code of a signal from the terminal, which the child gets as well
 _PR_SET_PDEATHSIG = 1
 
+#: The judgement of the suite in a session that certifies; no exit status of a plugin replaces it.
+CERTIFIED: pytest.StashKey[bool] = pytest.StashKey()
+
 
 def supervise(config: pytest.Config) -> None:
     """Fork the process that is to run the session, and return in it.
@@ -61,14 +64,21 @@ class _Session:
         self._descriptor = descriptor
         self._session: pytest.Session | None = None  # --help has none
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_unconfigure(self, config: pytest.Config) -> Generator[None, object, object]:
         # The status is final now: a backend that ends the process while it is closed changes nothing.
         status = 0 if self._session is None else int(self._session.exitstatus)
+        asked = bool(config.getoption("smp_certify", None))  # an ini key counts for the suite alone
+        if self._session is not None and not status and not config.stash.get(CERTIFIED, not asked):
+            # A hook of others has set the status, or has ended the session before the suite could judge.
+            print(
+                "smp: nothing is certified, whatever exit status a plugin has set", file=sys.stderr
+            )
+            status = int(pytest.ExitCode.TESTS_FAILED)
         os.write(self._descriptor, str(status).encode())
         return (yield)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from conformance.session import amounts
+
 
 class Execution:
     """The last run of a property's function.
@@ -25,6 +27,7 @@ class Execution:
         self._defined = _defined_function(item)
         self._drawn = _drawn_function(self._defined)
         self.completed = False  #: whether the function returned
+        self.few = False  #: whether its settings allowed fewer examples than every property draws
 
     @contextlib.contextmanager
     def watch(
@@ -43,6 +46,7 @@ class Execution:
         def noted(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             drawn = _drawn_function(self._defined)
+            self.few = _draws_few(self._defined)
             try:
                 result = test(*args, **kwargs)
             except BaseException as error:
@@ -67,3 +71,12 @@ def _defined_function(item: Any) -> Any:
 def _drawn_function(test: Any) -> Any:
     """The function that Hypothesis calls for each example, which a hook may replace; None of another test."""
     return getattr(getattr(test, "hypothesis", None), "inner_test", None)
+
+
+def _draws_few(test: Any) -> bool:
+    if _drawn_function(test) is None:
+        return False
+    from hypothesis import Phase, settings
+
+    used = getattr(test, "_hypothesis_internal_use_settings", None) or settings()  # private
+    return used.max_examples < 1 + amounts.LEAST_DRAWS or Phase.generate not in used.phases

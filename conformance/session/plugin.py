@@ -115,7 +115,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     if path is not None and path.is_relative_to(door.HERE):
         with _refusing(collector.config):
             # Requirements that cannot be used end the session here.
-            _with_suite(collector.config).collects(path)
+            _with_suite(collector.config).collects(collector)
 
 
 @pytest.hookimpl(tryfirst=True)  # before anything is deselected

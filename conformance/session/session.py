@@ -7,11 +7,12 @@ Properties may run in xdist's workers. A worker sends its outcomes to the main p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import time
 import unittest
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ from conformance.session.verdicts import (
     table,
 )
 from conformance.session.witness import SeenFailure, Witness
-from pytest_smp import launch, settings, written
+from pytest_smp import launch, settings, supervision, written
 from pytest_smp.ranks.backends import find_backend
 from pytest_smp.ranks.capabilities import DTYPES, EVERYTHING, REDUCTIONS, Capabilities, Capability
 from smp_core.errors import BackendError, RunTimeout
@@ -57,6 +58,10 @@ _EXPECTED: pytest.StashKey[Expectation | None] = pytest.StashKey()
 _EXECUTION: pytest.StashKey[Execution] = pytest.StashKey()
 _LEFT_OUT = (
     "another plugin reports a pass, but the function of this property did not run to its end"
+)
+_FEW = (
+    f"too few examples for a certificate: Hypothesis's profile, or a plugin, has set less than "
+    f"{1 + amounts.LEAST_DRAWS}, or leaves out the phase that draws them"
 )
 
 #: Exceptions by which a property or a user ends a phase, and that are no failure.
@@ -104,6 +109,7 @@ class SuiteSession:
             False  # whether the suite is collected; whether start() was called
         )
         self._collected: set[Path] = set()
+        self._modules: list[pytest.Module] = []  # of the suite
         self._controller: Controller | None = None  # if we opened its backend
         self._crashed: dict[
             str, str
@@ -111,6 +117,12 @@ class SuiteSession:
         self._certification: Certification | None = None
         self._witness = Witness()
         self._written: str | None = None
+        self._certifies(False)
+
+    def _certifies(self, certified: bool) -> None:
+        """Tell the parent of a session that certifies (pytest_smp/supervision.py)."""
+        if self.options.certify:
+            self.config.stash[supervision.CERTIFIED] = certified
 
     def found(self) -> None:
         """Note that the session collects the suite, and read the options again with the ini keys.
@@ -124,6 +136,7 @@ class SuiteSession:
         self.engine = self._engine()
         self.registry = self._asked_for()
         self.lacks = self._lacks()
+        self._certifies(False)
         if self.options != before:
             self.entries, self.expected = self._expectations()
             if self._started:
@@ -196,9 +209,11 @@ class SuiteSession:
 
     # Collection.
 
-    def collects(self, path: Path) -> None:
+    def collects(self, collector: pytest.Collector) -> None:
         """Note that a folder or file of the suite is being collected."""
-        self._collected.add(path)
+        self._collected.add(collector.path)
+        if isinstance(collector, pytest.Module):
+            self._modules.append(collector)
 
     def collected(self, session: pytest.Session, items: list[pytest.Item]) -> None:
         """Prepare all items before any is deselected: find their requirements, sort them, mark skips.
@@ -220,8 +235,10 @@ class SuiteSession:
         untested = [id for id in self.registry if id not in found]
         if untested and self.whole:
             raise pytest.UsageError(f"requirements without a property: {', '.join(untested)}")
+        # A hook of others may have dropped items, or functions, before.
+        defined = defined_properties(self._modules) if self.whole else Counter()
         for id, properties in found.items():
-            self.siblings[id] = len(properties)
+            self.siblings[id] = max(len(properties), defined[id])
             for item in properties:
                 self._prepare(item, id)
 
@@ -408,6 +425,8 @@ class SuiteSession:
         told: dict[str, Any] = {"outcome": PropertyOutcome.PASSED, "error": None, "notes": []}
         if not execution.completed:
             told.update(outcome=PropertyOutcome.SKIPPED, error=_LEFT_OUT)
+        elif self.options.certify and not self.options.smoke and execution.few:
+            told.update(outcome=PropertyOutcome.SKIPPED, error=_FEW)
         execution.completed = False  # one run is the proof of one report
         made.user_properties.append((_TOLD, json.dumps(told)))
 
@@ -569,6 +588,7 @@ class SuiteSession:
         ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         good = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        self._certifies(good and self.certification().certified)
         if good and self.options.certify and not self.certification().certified:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._written = self._write_expectations()
@@ -700,6 +720,24 @@ def requirement_of(item: pytest.Item, registry: Registry) -> str:
         return registry.named(*marker.args, **marker.kwargs).id
     except (RequirementError, TypeError) as error:
         raise pytest.UsageError(f"{item.nodeid}: {error}") from None
+
+
+def defined_properties(modules: Iterable[pytest.Module]) -> Counter[str]:
+    """The number of properties of each requirement that modules define, with those of all parameters."""
+    found: Counter[str] = Counter()
+    for module in modules:
+        for function in vars(module.obj).values():
+            if getattr(function, "__module__", None) != module.obj.__name__:
+                continue
+            marks = getattr(function, "pytestmark", ())
+            parameters = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+            for values in itertools.product(*parameters):
+                inner = itertools.chain.from_iterable(
+                    getattr(value, "marks", ()) for value in values
+                )
+                ids = [m.args[0] for m in (*inner, *marks) if m.name == "requirement"]
+                found.update(ids[:1])
+    return found
 
 
 def claims_text(capabilities: Capabilities) -> str:

@@ -35,6 +35,15 @@ def test_end():
 """
 
 CONFTEST = f"""{ENDS}
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    if END == "ended early":
+        pytest.exit("done", returncode=0)
+    result = yield
+    if END == "forgiven":
+        session.exitstatus = 0
+    return result
+
 def pytest_unconfigure():
     if END == "unconfigure":
         os._exit(0)
@@ -82,6 +91,16 @@ def test_the_status_is_that_of_the_session(
     assert found == code, output
     at_once = code == 1 and end not in ("atexit", "unconfigure")
     assert (NOTICE in output) == at_once
+
+
+@pytest.mark.parametrize("end", ["forgiven", "ended early"])
+def test_a_status_of_others_certifies_nothing(
+    fork_server: ForkServer, tmp_path: Path, end: str
+) -> None:
+    found, output = status(fork_server, tmp_path, end, "--smp-certify")
+    assert found == 1, output
+    assert "nothing is certified, whatever exit status a plugin has set" in output
+    assert status(fork_server, tmp_path, end)[0] == 0  # the ini key is one of the suite
 
 
 def test_other_sessions_are_one_process(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The sessions run a small suite of five requirements (see conftest.py) that fails
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 
+import conformance
 from conformance.session.expectations import ExpectationError, read
 from conformance.session.waivers import main, rewrite_from_report
+from pytest_smp.suite import REWRITTEN
 
 WAIVERS = """version = 1
 [[expected]]
@@ -634,6 +637,24 @@ class Swallowing:
         except AssertionError:
             return None
 
+class Dropping:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if item.name != "test_order"]
+        return (yield)
+
+class Unmaking:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, name):
+        return [] if name == "test_order" else None
+
+class Hasty:
+    def pytest_collection_modifyitems(self, items):
+        from hypothesis import settings
+        for item in items:
+            if hasattr(item.obj, "hypothesis"):
+                item.obj._hypothesis_internal_use_settings = settings(max_examples=1, database=None)
+
 def pytest_configure(config):
     config.pluginmanager.register(globals()[os.environ["HOOK"]]())
 """
@@ -642,6 +663,7 @@ def pytest_configure(config):
 def test_hooks_that_hide_a_failure_do_not_certify(small: Any, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(HOOKS)
     hooks = {"Idle": "SKIPPED", "Clearing": "FAIL", "Swallowing": "FAIL"}
+    hooks |= dict.fromkeys(["Dropping", "Unmaking", "Hasty"], "SKIPPED")
     outputs = small(
         *(["small", "FAIL=COMM-ORDER", "--smp-certify", f"HOOK={hook}"] for hook in hooks)
     )
@@ -692,6 +714,27 @@ def test_assertions_that_python_drops_are_refused(
         assert exit_code(output) == 4
     assert verdict_lines(rewritten)["FAIL"] == ["COMM-ORDER"]
     assert exit_code(rewritten) == 1
+
+
+def test_assertions_beside_the_properties_are_rewritten() -> None:
+    makes = {
+        f"conformance.cases.{path.stem}"
+        for path in (Path(conformance.__file__).parent / "cases").glob("*.py")
+        if any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert makes == set(REWRITTEN)
+
+
+def test_a_profile_without_draws_does_not_certify(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(
+        (tmp_path / "planted.py").read_text()
+        + "from hypothesis import settings\nsettings.register_profile('one', max_examples=1)\n"
+    )
+    certify = ["small", "--hypothesis-profile=one", "FAIL=COMM-ORDER", "--smp-certify"]
+    for output in small(certify, [*certify, "-n1"]):
+        assert verdict_lines(output)["SKIPPED"] == ["COMM-ORDER"]
+        assert "\nnot certified; " in output
+        assert exit_code(output) == 1
 
 
 # ---- Sessions of more than the suite, and of less -------------------------------------------------
