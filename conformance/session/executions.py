@@ -27,6 +27,9 @@ class Execution:
         self._defined = _defined_function(item)
         self._drawn = _drawn_function(self._defined)
         self.completed = False  #: whether the function returned
+        self.replaced = _replaced_fixtures(
+            item
+        )  #: the names of fixtures of ours that others override
         self.few = False  #: whether its settings allowed fewer examples than every property draws
 
     @contextlib.contextmanager
@@ -71,6 +74,17 @@ def _defined_function(item: Any) -> Any:
 def _drawn_function(test: Any) -> Any:
     """The function that Hypothesis calls for each example, which a hook may replace; None of another test."""
     return getattr(getattr(test, "hypothesis", None), "inner_test", None)
+
+
+def _replaced_fixtures(item: Any) -> list[str]:
+    info = getattr(item, "_fixtureinfo", None)
+    ours = ("pytest_smp.", "conformance.")
+    return [
+        name
+        for name, made in (info.name2fixturedefs if info else {}).items()
+        if made[0].func.__module__.startswith(ours)
+        and not made[-1].func.__module__.startswith(ours)
+    ]
 
 
 def _draws_few(test: Any) -> bool:

@@ -425,6 +425,9 @@ class SuiteSession:
         told: dict[str, Any] = {"outcome": PropertyOutcome.PASSED, "error": None, "notes": []}
         if not execution.completed:
             told.update(outcome=PropertyOutcome.SKIPPED, error=_LEFT_OUT)
+        elif execution.replaced:
+            error = f"another plugin, or a conftest, overrides {', '.join(execution.replaced)}"
+            told.update(outcome=PropertyOutcome.SKIPPED, error=error)
         elif self.options.certify and not self.options.smoke and execution.few:
             told.update(outcome=PropertyOutcome.SKIPPED, error=_FEW)
         execution.completed = False  # one run is the proof of one report

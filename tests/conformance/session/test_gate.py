@@ -76,9 +76,11 @@ def suite_session(config: pytest.Config, *, processes: bool = False) -> Iterator
         suite._witness.close()
 
 
-def prepare(suite: SuiteSession, nodeid: str, id: str, siblings: int = 1) -> Any:
+def prepare(suite: SuiteSession, nodeid: str, id: str, siblings: int = 1, **more: Any) -> Any:
     suite.siblings[id] = siblings
-    item = SimpleNamespace(nodeid=nodeid, stash=pytest.Stash(), user_properties=[], obj=run_phase)
+    item = SimpleNamespace(
+        nodeid=nodeid, stash=pytest.Stash(), user_properties=[], obj=run_phase, **more
+    )
     suite._prepare(item, id)  # type: ignore[arg-type]
     suite.results[nodeid].outcome = PropertyOutcome.NOT_RUN
     return item
@@ -303,6 +305,20 @@ def test_a_run_is_no_proof_of_the_next_one(pytestconfig: pytest.Config) -> None:
             item.obj(lambda: None)
         run(suite, item, Phase("pass", hook="left out"))
         assert suite.results["t.py::a"].outcome is PropertyOutcome.SKIPPED
+
+
+@pytest.mark.parametrize("overridden", [False, True])
+def test_a_pass_with_a_fixture_of_others_is_no_proof(
+    pytestconfig: pytest.Config, overridden: bool
+) -> None:
+    """A fixture may run a body again until the body passes."""
+    definitions = [SimpleNamespace(func=SuiteSession.found), SimpleNamespace(func=run_none)]
+    with suite_session(pytestconfig) as suite:
+        fixtures = SimpleNamespace(name2fixturedefs={"smp_world": definitions[: 1 + overridden]})
+        item = prepare(suite, "t.py::a", IDS[0], _fixtureinfo=fixtures)
+        run(suite, item, Phase("pass"))
+        expected = PropertyOutcome.SKIPPED if overridden else PropertyOutcome.PASSED
+        assert suite.results["t.py::a"].outcome is expected
 
 
 def test_a_selftest_leaves_no_failure(pytestconfig: pytest.Config) -> None:
