@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Generator
 from types import FrameType
+from typing import NoReturn
 
 import _pytest.config
 import pytest
@@ -23,6 +25,9 @@ from pytest_smp import launch
 _SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
 _SI_KERNEL = 0x80  # si_code of a signal from the terminal, which the child gets as well
 _PR_SET_PDEATHSIG = 1
+_DESCRIPTOR = (
+    "_SMP_SUPERVISED"  # the variable that names the pipe to the parent, in a process started anew
+)
 
 #: The judgement of the suite in a session that certifies; no exit status of a plugin replaces it.
 CERTIFIED: pytest.StashKey[bool] = pytest.StashKey()
@@ -31,14 +36,20 @@ CERTIFIED: pytest.StashKey[bool] = pytest.StashKey()
 def supervise(config: pytest.Config) -> None:
     """Fork the process that is to run the session, and return in it.
 
-    The parent ends with the exit status of the session, once the child has ended. Does nothing without
-    --smp-certify, in a worker of xdist, under a launcher, with other threads, or where a program has called
-    ``pytest.main``, whose own end is not ours.
+    The parent ends with the exit status of the session, once the child has ended. With other threads, which a fork
+    would lose, the command is started anew instead. Does nothing without --smp-certify, in a worker of xdist, under a
+    launcher, or where a program has called ``pytest.main``, whose own end is not ours.
     """
+    inherited = os.environ.pop(_DESCRIPTOR, None)
     if not _is_asked(config) or hasattr(config, "workerinput") or launch.job_size() is not None:
         return
-    if threading.active_count() > 1 or not _is_command(sys._getframe()):
+    if not _is_command(sys._getframe()):
         return
+    if inherited is not None:
+        _begin(config, int(inherited))
+        return
+    if threading.active_count() > 1:
+        _start_anew(config)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     read, write = os.pipe()
@@ -52,9 +63,34 @@ def supervise(config: pytest.Config) -> None:
             status
         )  # without exit handlers of what was imported before the fork: the child has run them
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     os.close(read)
-    config.pluginmanager.register(_Session(write), "smp-supervised")
+    _begin(config, write)
+
+
+def _begin(config: pytest.Config, descriptor: int) -> None:
+    os.set_inheritable(descriptor, False)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    config.pluginmanager.register(_Session(descriptor), "smp-supervised")
+
+
+def _start_anew(config: pytest.Config) -> NoReturn:
+    read, write = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        cwd=config.invocation_params.dir,
+        env=os.environ | {_DESCRIPTOR: str(write)},
+        pass_fds=[write],
+    )
+    os.close(write)
+    # Other threads take signals, too: sigwaitinfo would miss those. The child gets the terminal's by itself.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, lambda received, _: child.send_signal(received))
+    code = child.wait()
+    status = _judged(read, code)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class _Session:
@@ -115,9 +151,13 @@ def _status(read: int, child: int) -> int:
         pid, ended = os.waitpid(child, os.WNOHANG)
         if pid:
             break
+    return _judged(read, os.waitstatus_to_exitcode(ended))
+
+
+def _judged(read: int, code: int) -> int:
+    """The exit status for this process, by what the child has written and how it has ended."""
     os.set_blocking(read, False)  # a process that the child has left behind may hold the other end
     told = _read(read)
-    code = os.waitstatus_to_exitcode(ended)
     if code:
         return code if code > 0 else 128 - code
     if told is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +52,8 @@ def pytest_unconfigure():
 if END == "atexit":
     atexit.register(os._exit, 0)
 """
+
+THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
 
 def status(fork_server: ForkServer, folder: Path, end: str, *arguments: str) -> tuple[int, str]:
@@ -101,6 +105,21 @@ def test_a_status_of_others_certifies_nothing(
     assert found == 1, output
     assert "nothing is certified, whatever exit status a plugin has set" in output
     assert status(fork_server, tmp_path, end)[0] == 0  # the ini key is one of the suite
+
+
+def test_a_thread_of_a_conftest_changes_nothing(tmp_path: Path) -> None:
+    """The command is started anew, so the session here is a command."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nsmp_certify = true\n")
+    (tmp_path / "conftest.py").write_text(f"{CONFTEST}\n{THREAD}")
+    (tmp_path / "test_end.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    outside = {name: each for name, each in os.environ.items() if "PYTEST" not in name}
+    for end, code in {"": 0, "_exit in C": 1, "SIGTERM to the parent": 143}.items():
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=outside | {"END": end}, capture_output=True, text=True
+        )
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        assert (NOTICE in ended.stderr) == (code == 1)
 
 
 def test_other_sessions_are_one_process(fork_server: ForkServer, tmp_path: Path) -> None:
