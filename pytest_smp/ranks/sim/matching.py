@@ -34,6 +34,7 @@ class Call:
     told: Fields = ()  # values that may differ, for messages
     line: Line | None = None
     given_up: bool = False  # the wait for it has timed out
+    thread: str = ""  # that makes it, in words; empty for the body's own
 
     def text(self) -> str:
         """The call in words: ``all_reduce(reduce op=SUM, dtype=float32, shape=[4])``."""
@@ -109,6 +110,8 @@ class Channel:
         line = call.line = stack_frames.user_line(1) if place is None else line_of(place)
         context.scheduler.call_lines.called(context.rank, line)
         number = self._counts[position] = self._counts[position] + 1
+        if context.scheduler.threads is not None:
+            call.thread = context.scheduler.threads.waiting_name(context.thread_state)
         meeting = self._open.get(number)
         if meeting is None:
             meeting = self._open[number] = Meeting(self, number)
@@ -190,7 +193,7 @@ class Mismatch:
         said = {rank: (call.operation, call.fields) for rank, call in calls.items()}
         exceptions = self._context.scheduler.exceptions(calls)
         made = [
-            (rank, call.text() + while_handling(exceptions[rank]), call.place)
+            (rank, call.text() + while_handling(exceptions[rank]), _place_in_thread(call))
             for rank, call in calls.items()
         ]
         what = messages.differing([*said.values()])
@@ -200,3 +203,12 @@ class Mismatch:
         lines = [call.line for call in calls.values()]
         add_lines(error, self._context.scheduler.call_lines.tell(lines, [meeting.channel]))
         return error, messages.rank_to_blame(said, exceptions)
+
+
+def _place_in_thread(call: Call) -> Place | None:
+    """The line of a call, with the thread that makes it, as the records of rank processes tell it."""
+    place = call.place
+    if place is None or not call.thread:
+        return place
+    function = place.function + call.thread
+    return Place(place.filename, place.lineno, function, place.direct, place.entry)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 LOOK = 0.02
 #: Seconds that a run which has ended stays for threads that wait for each other outside of communication.
 PATIENCE = 5.0
-#: Looks after which the turn no longer stays for a sleeping thread, if no thread of its rank waits for the turn.
+#: Looks after which the turn no longer stays for a sleeping thread, if no thread of its rank waits for the turn,
+#: and the time that a thread may compute meanwhile, in looks.
 _SPINNING = 50
 #: The share of the time that a sleeping thread may compute between two looks.
 _POLLING = 0.05
@@ -89,7 +90,7 @@ class Strand:
         self.asleep = False  # seen asleep, and not heard of since
         self.passed_over = False  # the turn does not stay for it
         self.registered: set[str] = set()  # names of groups in torch's registry of this thread
-        self.looks, self._seconds, self._looked = 0, math.inf, 0.0
+        self.looks, self._computed, self._seconds, self._looked = 0, 0.0, 0.0, 0.0
 
     @property
     def is_main(self) -> bool:
@@ -103,7 +104,7 @@ class Strand:
     def heard(self) -> None:
         """Forget what looks at the thread have shown: it has just told what it does."""
         self.asleep = self.passed_over = False
-        self.looks, self._seconds, self._looked = 0, math.inf, 0.0
+        self.looks, self._computed, self._seconds, self._looked = 0, 0.0, 0.0, 0.0
 
     def look(self) -> None:
         """Look whether the thread sleeps. Called at intervals while the turn stays for it."""
@@ -115,8 +116,10 @@ class Strand:
             little = (now - self._looked) * _POLLING
             if self._looked and seconds - self._seconds <= little and _sleeps(thread):
                 self.asleep = True
+            # By its own time: on a busy machine it may not have had a core yet.
+            self._computed += seconds - self._seconds if self._looked else 0.0
             self._seconds, self._looked = seconds, now
-        self.passed_over = self.looks > (_SPINNING if self.communicates else 1)
+        self.passed_over = self._computed > LOOK * (_SPINNING if self.communicates else 1)
 
 
 def _compute_seconds(native_id: int) -> float:
@@ -321,6 +324,7 @@ class RankThreads:
                 raise
         except BaseException as error:
             if error is scheduler.failure:  # it is in the report
+                stack_frames.cut_traceback(error, ours=True)
                 return
             trace = error.__traceback__
             while trace is not None and trace.tb_next is not None:
@@ -521,8 +525,7 @@ class RankThreads:
         else:
             if self._idle_since is None:
                 self._idle_since = time.monotonic()
-            patient = time.monotonic() - self._idle_since < PATIENCE
-            if scheduler.ended and not (patient and self.may_come()):
+            if scheduler.ended and not (self._idle_seconds() < PATIENCE and self.may_come()):
                 self._cancel_blocks()
 
     def _grant(self, state: ThreadState) -> None:
@@ -549,6 +552,13 @@ class RankThreads:
             return False
         block = strand.block
         return block is None or block.limit is not None or not block.holds()
+
+    def _idle_seconds(self) -> float:
+        return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
+
+    def is_left_behind(self) -> bool:
+        """Return whether the run has ended, and a rank still sleeps where nothing of it can be cancelled."""
+        return self._scheduler.ended and self._idle_seconds() > 2 * PATIENCE
 
     def look(self) -> None:
         """Called by the controller at intervals: pass the turn over strands that sleep."""

@@ -321,6 +321,28 @@ def test_thread_has_the_state_of_its_rank(smp_world: Any) -> None:
     assert smp_world.run(body, ranks=3) == expected
 
 
+def test_thread_that_has_had_no_core_keeps_the_turn(
+    smp_world: Any, monkeypatch: Any, looks: _Looks
+) -> None:
+    """A busy machine may leave a thread without a core for many looks of the controller."""
+    monkeypatch.setattr(threads, "_compute_seconds", lambda native_id: 0.0)
+    monkeypatch.setattr(threads, "_sleeps", lambda thread: False)
+    order: list[int] = []
+
+    def work() -> None:
+        looks.wait(4)
+        order.append(0)
+
+    def body() -> None:
+        if dist.get_rank():
+            order.append(1)
+        else:
+            by_join(work, lambda: None)
+
+    smp_world.run(body, ranks=2)
+    assert order == [0, 1]
+
+
 def test_exception_in_a_thread_is_pythons(smp_world: Any, monkeypatch: Any) -> None:
     """The exception goes to threading.excepthook, by which pytest warns, and the deadlock that follows names it."""
     raised: list[Any] = []
@@ -761,6 +783,27 @@ def test_mismatch_is_raised_in_the_thread_that_made_the_call(smp_world: Any, loo
     assert "work" in [frame.name for frame in frames]
 
 
+def test_mismatch_of_a_thread_ends_a_body_that_sleeps_in_c(smp_world: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(threads, "PATIENCE", 0.02)
+    results: list[queue.SimpleQueue[None]] = []
+
+    def work(size: int, result: queue.SimpleQueue[None]) -> None:
+        dist.all_reduce(torch.ones(size))
+        result.put(None)
+
+    def body() -> None:
+        result: queue.SimpleQueue[None] = queue.SimpleQueue()
+        results.append(result)
+        threading.Thread(target=work, args=(dist.get_rank() + 1, result), name="reader").start()
+        result.get()
+
+    report = smp_world.report(body, ranks=2, timeout=600)
+    for result in results:
+        result.put(None)
+    assert isinstance(report.error, CollectiveMismatchError)
+    assert "in work in thread 'reader'" in str(report.error)
+
+
 def test_exit_of_a_pool_whose_task_waits_for_ever_is_a_deadlock(smp_world: Any) -> None:
     def body() -> None:
         if dist.get_rank():
@@ -795,9 +838,9 @@ def test_task_that_has_ended_is_forgotten(smp_world: Any) -> None:
 
 
 def test_run_after_one_whose_controller_fails_has_new_threads(
-    smp_world: Any, monkeypatch: Any
+    smp_world: Any, monkeypatch: Any, uncaught: list[BaseException]
 ) -> None:
-    environment = dict(os.environ)
+    environment, alive = dict(os.environ), set(threading.enumerate())
     held = threading.Lock()
 
     def body() -> None:
@@ -811,4 +854,7 @@ def test_run_after_one_whose_controller_fails_has_new_threads(
         with held, pytest.raises(RuntimeError, match="planted"):
             smp_world.run(body, ranks=2)
     assert dict(os.environ) == environment
+    for thread in set(threading.enumerate()) - alive:
+        if thread.name == "saver":  # on a busy machine it comes to its call after the run was given up
+            thread.join()
     smp_world.run(body, ranks=2)
