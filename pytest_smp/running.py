@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 from hypothesis import control, reporting
+from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.strategies import DataObject
 
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
 __tracebackhide__ = operator.methodcaller("errisinstance", SmpError)
 
 _SKIPS = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
+#: The exceptions after which a test, or an example of it, counts neither as passed nor as failed.
+_PASSED_OVER = (*_SKIPS, UnsatisfiedAssumption)
 
 
 class GroupLeftWarning(UserWarning):
@@ -145,6 +148,8 @@ class Controller:
         self.coverage = coverage  # of lines on rank processes
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
+        #: True if no body of the session skips its test or rejects its example: a backend does that raises so.
+        self.counts_every_example = False
         self._limits = TimeLimits()
         self.decisions = 0  # of the last run
         self.faults: tuple[Fault, ...] = ()  # of the test that runs
@@ -227,7 +232,14 @@ class Controller:
         )
         self.calls = []
         started = time.monotonic()
-        report = executor.open(ranks).run(job)
+        try:
+            report = executor.open(ranks).run(job)
+        except _PASSED_OVER as error:
+            raise _not_passed_over(f"the executor of {self.settings.backend}", error) from error
+        if self.counts_every_example:
+            for outcome in report.outcomes:
+                if isinstance(outcome.error, _PASSED_OVER):
+                    raise _not_passed_over(f"rank {outcome.rank}", outcome.error) from outcome.error
         accept_consequences(report)
         if compares:
             replicas.judge(report)
@@ -415,6 +427,11 @@ class _Entered:
     def __exit__(self, *_: object) -> None:
         for (variable, _), value in zip(self._values, self._before, strict=True):
             variable.value = value
+
+
+def _not_passed_over(origin: str, error: BaseException) -> BackendError:
+    text = f"{origin} has raised {type(error).__name__}, after which the test would not count"
+    return BackendError(f"{text}: {error}")
 
 
 def _current_example() -> ConjectureData | None:

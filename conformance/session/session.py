@@ -294,6 +294,7 @@ class SuiteSession:
         except BackendError as error:
             raise pytest.UsageError(str(error)) from None
         self._controller = controller_of(self.config)
+        self._controller.counts_every_example = True
 
     def _refuse_few_ranks(self) -> None:
         """Refuse a session that would run for minutes, skip properties, and certify nothing."""

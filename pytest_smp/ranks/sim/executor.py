@@ -274,7 +274,9 @@ class ThreadExecutor(Executor):
                     unfinished.get(each.rank) or each.finished_outcome() for each in contexts
                 ]
                 report = Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
-                if cause is not None:  # that these ranks go on is its consequence, or comes after it
+                if (
+                    cause is not None
+                ):  # that these ranks go on is its consequence, or comes after it
                     report = Report(cause.verdict, outcomes, cause.root, cause.error)
             report.schedule = Schedule(tuple(scheduler.deviated))
             report.decisions = scheduler.decisions

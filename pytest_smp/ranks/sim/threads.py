@@ -116,7 +116,7 @@ class Strand:
             little = (now - self._looked) * _POLLING
             if self._looked and seconds - self._seconds <= little and _sleeps(thread):
                 self.asleep = True
-            # By its own time: on a busy machine it may not have had a core yet.
+            # On a busy machine a thread may not have had a core yet: its own time counts.
             self._computed += seconds - self._seconds if self._looked else 0.0
             self._seconds, self._looked = seconds, now
         self.passed_over = self._computed > LOOK * (_SPINNING if self.communicates else 1)

@@ -783,7 +783,9 @@ def test_mismatch_is_raised_in_the_thread_that_made_the_call(smp_world: Any, loo
     assert "work" in [frame.name for frame in frames]
 
 
-def test_mismatch_of_a_thread_ends_a_body_that_sleeps_in_c(smp_world: Any, monkeypatch: Any) -> None:
+def test_mismatch_of_a_thread_ends_a_body_that_sleeps_in_c(
+    smp_world: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(threads, "PATIENCE", 0.02)
     results: list[queue.SimpleQueue[None]] = []
 
@@ -855,6 +857,8 @@ def test_run_after_one_whose_controller_fails_has_new_threads(
             smp_world.run(body, ranks=2)
     assert dict(os.environ) == environment
     for thread in set(threading.enumerate()) - alive:
-        if thread.name == "saver":  # on a busy machine it comes to its call after the run was given up
+        if (
+            thread.name == "saver"
+        ):  # on a busy machine it comes to its call after the run was given up
             thread.join()
     smp_world.run(body, ranks=2)
