@@ -102,6 +102,21 @@ def test_world(smp_world, kind, filters):
 def test_default_shows_a_line_once(smp):
     warnings.warn("of all ranks")
 
+@pytest.mark.smp(ranks=2)
+@pytest.mark.filterwarnings("default")
+def test_nobody_joins(smp):
+    def answer():
+        for _ in range(100):
+            smp.send(smp.recv_from(0, smp.RankType.WORLD_RANK), 0, smp.RankType.WORLD_RANK)
+        1 / 0
+
+    if smp.rank():
+        threading.Thread(target=answer).start()
+        return
+    for number in range(100):
+        smp.send(number, 1, smp.RankType.WORLD_RANK)
+        assert smp.recv_from(1, smp.RankType.WORLD_RANK) == number
+
 def test_the_controller_expects_it(smp_world):
     with pytest.warns(UserWarning, match="one|two"):
         smp_world.run(warned, ranks=2)
@@ -124,5 +139,6 @@ def test_incidents_count_as_without_ranks(session: Session) -> None:
         for test in ("test_ranks", "test_world"):
             assert told[name.replace("test_plain", test)] == expected, (name, test)
     assert told["test_default_shows_a_line_once"] == "passed UserWarning"
+    assert told["test_nobody_joins"] == "passed PytestUnhandledThreadExceptionWarning"
     assert told["test_the_controller_expects_it"] == "passed"
     result.shows("Exception in thread Thread-", "(rank 1)", "ZeroDivisionError")

@@ -6,6 +6,7 @@ Comparing costs less than setting: nearly all bodies change nothing, and a rank 
 
 from __future__ import annotations
 
+import concurrent.futures.thread as pools
 import contextlib
 import ctypes
 import faulthandler
@@ -139,6 +140,16 @@ class Belongings:
         self._lowest = next(
             number for number in itertools.count() if str(number) not in self._descriptors
         )
+
+    def join_threads(self) -> None:
+        """Wait for the threads that have come since, as the interpreter does at its end: not for daemon threads.
+
+        A pool's threads are left out: they wait for tasks until their pool is shut down.
+        """
+        if threading.active_count() != len(self._threads):
+            for thread in set(threading.enumerate()) - self._threads:
+                if not thread.daemon and getattr(thread, "_target", None) is not pools._worker:
+                    thread.join()
 
     def added(self, *, descriptors: bool) -> list[str]:
         """The threads and processes that have come since, in words; open descriptors only if asked for."""

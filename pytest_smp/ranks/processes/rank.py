@@ -295,6 +295,7 @@ class _Server:
                 if task.job_spec is not None:
                     self._control.send_bytes(LOADED)
                 value = body(*args, **kwargs)
+                self._belongings.join_threads()
             finally:  # first: the code below calls builtins and functions of modules
                 self._retired += self._table.put_back()
             return Outcome(rank, OutcomeKind.RETURNED, value)
