@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_smp.ranks.protocols import Outcome
 
 _NAME = "_smp_failure"
 
@@ -24,6 +27,7 @@ class Failure:
         ranks: the size of the world.
         backend: the name of the backend.
         config: what the run gave smp.init, if anything.
+        further: the ends of ranks that have raised an exception of another type, on their own account.
     """
 
     verdict: str
@@ -31,6 +35,7 @@ class Failure:
     ranks: int
     backend: str
     config: Mapping[str, Any] | None
+    further: tuple[Outcome, ...] = ()
 
     def __str__(self) -> str:
         who = "the world" if self.root is None else f"rank {self.root}"

@@ -225,6 +225,8 @@ def pytest_runtest_makereport(
     from pytest_smp import results
 
     error = call.excinfo.value
+    if hasattr(made, "wasxfail"):
+        results.refuse_xfail(made, item, error)
     if not any(name == "smp" for name, _ in made.user_properties):  # it started its runs itself
         summary = results.summary_of(error)
         if summary is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.skipping import xfailed_key
 
 from pytest_smp import failures
 from pytest_smp.failures import Failure
@@ -48,7 +49,10 @@ def conclude(report: Report, backend: str, config: Mapping[str, Any] | None = No
                 if note not in known:
                     error.add_note(note)
             ranks = len(report.outcomes)
-            failures.mark(error, Failure(str(report.verdict), report.root, ranks, backend, config))
+            failure = Failure(
+                str(report.verdict), report.root, ranks, backend, config, _further(report)
+            )
+            failures.mark(error, failure)
         raise error
     skipped = [outcome for outcome in report.outcomes if outcome.kind is OutcomeKind.SKIPPED]
     if not skipped:
@@ -130,6 +134,47 @@ def _line_text(error: BaseException) -> str | None:
     if frame is None or isinstance(error, LeakError):  # a leak is found after the bodies returned
         return None
     return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+
+
+def refuse_xfail(made: pytest.TestReport, item: pytest.Item, error: BaseException) -> None:
+    """Fail a test with ``xfail(raises=...)`` if a rank has raised what is not named there.
+
+    pytest compares the root cause alone.
+    """
+    xfailed, failure = item.stash.get(xfailed_key, None), failures.of(error)
+    raises = None if xfailed is None else xfailed.raises
+    if raises is None or failure is None:
+        return
+    for outcome in failure.further:
+        own: Any = outcome.error
+        expected = (
+            isinstance(own, raises) if isinstance(raises, type | tuple) else raises.matches(own)
+        )
+        if not expected:
+            made.outcome = "failed"
+            del made.wasxfail
+            made.sections.append(("xfail", f"{_merged([outcome])[0]}: raises= does not name it"))
+            return
+
+
+def _further(report: Report) -> tuple[Outcome, ...]:
+    """The ranks that have raised another type than the root cause, at a line of the user's: no consequences."""
+    if report.verdict is not VerdictKind.FAILED:
+        return ()
+    return tuple(
+        outcome
+        for outcome in report.outcomes
+        if outcome.kind is OutcomeKind.RAISED and outcome.error is not None
+        if type(outcome.error) is not type(report.error) and _is_of_user(outcome.error)
+    )
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Return whether a line of the user's raised the error: not a call that failed because a peer had ended."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return bool(stack) and not (
+        is_ours(stack[-1].filename) or stack[-1].filename.startswith(_LIBRARIES)
+    )
 
 
 def _merged(outcomes: list[Outcome]) -> list[str]:

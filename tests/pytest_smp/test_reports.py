@@ -182,6 +182,16 @@ def test_expected_failures(session: Session) -> None:
         def test_raises_another(smp):
             raise ValueError
 
+        @pytest.mark.xfail(raises=KeyError)
+        @pytest.mark.smp
+        def test_another_rank_raises_another(smp):
+            raise [KeyError, ValueError, KeyError, KeyError][smp.rank()]
+
+        @pytest.mark.xfail(raises=(KeyError, ValueError))
+        @pytest.mark.smp
+        def test_ranks_raise_both(smp):
+            raise [KeyError, ValueError, KeyError, KeyError][smp.rank()]
+
         @pytest.mark.xfail
         @pytest.mark.smp
         def test_passes(smp):
@@ -199,7 +209,7 @@ def test_expected_failures(session: Session) -> None:
         """,
         "-rA",
     )
-    assert ended.counts == {"failed": 3, "xfailed": 3, "xpassed": 1, "skipped": 1}
+    assert ended.counts == {"failed": 4, "xfailed": 4, "xpassed": 1, "skipped": 1}
     for line in (
         "XFAIL test_it.py::test_imperative - known",
         "XFAIL test_it.py::test_marker - known",
