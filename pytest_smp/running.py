@@ -148,7 +148,7 @@ class Controller:
         self.coverage = coverage  # of lines on rank processes
         self.debugging = False  # a debugger is open: time stands still
         self.timed_out = 0  # runs that did not end
-        #: True if no body of the session skips its test or rejects its example: a backend does that raises so.
+        #: True if no body of the test skips it or rejects its example: a backend does that raises so.
         self.counts_every_example = False
         self._limits = TimeLimits()
         self.decisions = 0  # of the last run
@@ -267,7 +267,7 @@ class Controller:
         """Called before every test, before its fixtures: nothing of the last test's is in force."""
         self._limits.new_test()
         self.faults, self.calls = (), []
-        self.records_calls = self.compares_replicas = False
+        self.records_calls = self.compares_replicas = self.counts_every_example = False
         if self.tmp_path is not None:
             self.tmp_path.renew()
 

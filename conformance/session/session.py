@@ -294,7 +294,6 @@ class SuiteSession:
         except BackendError as error:
             raise pytest.UsageError(str(error)) from None
         self._controller = controller_of(self.config)
-        self._controller.counts_every_example = True
 
     def _refuse_few_ranks(self) -> None:
         """Refuse a session that would run for minutes, skip properties, and certify nothing."""
@@ -374,6 +373,8 @@ class SuiteSession:
         if execution is None or self.config.getoption("smp_selftest"):
             yield
         elif when == "call":
+            if self._controller is not None:
+                self._controller.counts_every_example = True
             with execution.watch(item, lambda error: self._witness_failure(item, when, error)):
                 yield
         else:

@@ -268,16 +268,11 @@ class ThreadExecutor(Executor):
             else:
                 unfinished = _unfinished(scheduler, contexts)
                 timeout = _timeout(job, scheduler, contexts, unfinished)
-                cause = _cause(scheduler)
                 self._give_up(scheduler, contexts, timeout, one_core)
                 outcomes = [
                     unfinished.get(each.rank) or each.finished_outcome() for each in contexts
                 ]
                 report = Report(VerdictKind.TIMED_OUT, outcomes, None, timeout)
-                if (
-                    cause is not None
-                ):  # that these ranks go on is its consequence, or comes after it
-                    report = Report(cause.verdict, outcomes, cause.root, cause.error)
             report.schedule = Schedule(tuple(scheduler.deviated))
             report.decisions = scheduler.decisions
         if streams is not None:
@@ -336,8 +331,6 @@ def _await(scheduler: Scheduler, job: Job, meanwhile: Callable[[], None]) -> boo
             return True
         if threads is not None:
             threads.look()
-            if threads.is_left_behind():
-                return False
         elif scheduler.threads is not None:
             continue  # woken by a rank that has started a thread
         if left <= time_slice:
@@ -519,7 +512,9 @@ def _timeout(
         lines += scheduler.threads.unfinished()
     if scheduler.judgement is not None and not scheduler.ended:
         lines.append(str(scheduler.verdict()[0]))
-    return RunTimeout("\n".join(lines))
+    timeout = RunTimeout("\n".join(lines))
+    timeout.__cause__ = scheduler.failure
+    return timeout
 
 
 def _cause(scheduler: Scheduler) -> Cause | None:

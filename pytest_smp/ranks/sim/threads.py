@@ -119,7 +119,9 @@ class Strand:
             # On a busy machine a thread may not have had a core yet: its own time counts.
             self._computed += seconds - self._seconds if self._looked else 0.0
             self._seconds, self._looked = seconds, now
-        self.passed_over = self._computed > LOOK * (_SPINNING if self.communicates else 1)
+        most = _SPINNING if self.communicates else 1
+        waits_for_worker = thread is None and self.looks > most  # of its pool
+        self.passed_over = waits_for_worker or self._computed > LOOK * most
 
 
 def _compute_seconds(native_id: int) -> float:
@@ -525,7 +527,8 @@ class RankThreads:
         else:
             if self._idle_since is None:
                 self._idle_since = time.monotonic()
-            if scheduler.ended and not (self._idle_seconds() < PATIENCE and self.may_come()):
+            patient = time.monotonic() - self._idle_since < PATIENCE
+            if scheduler.ended and not (patient and self.may_come()):
                 self._cancel_blocks()
 
     def _grant(self, state: ThreadState) -> None:
@@ -552,13 +555,6 @@ class RankThreads:
             return False
         block = strand.block
         return block is None or block.limit is not None or not block.holds()
-
-    def _idle_seconds(self) -> float:
-        return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
-
-    def is_left_behind(self) -> bool:
-        """Return whether the run has ended, and a rank still sleeps where nothing of it can be cancelled."""
-        return self._scheduler.ended and self._idle_seconds() > 2 * PATIENCE
 
     def look(self) -> None:
         """Called by the controller at intervals: pass the turn over strands that sleep."""
