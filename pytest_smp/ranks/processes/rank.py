@@ -295,9 +295,9 @@ class _Server:
                 if task.job_spec is not None:
                     self._control.send_bytes(LOADED)
                 value = body(*args, **kwargs)
-                self._belongings.join_threads()
             finally:  # first: the code below calls builtins and functions of modules
                 self._retired += self._table.put_back()
+            self._belongings.join_threads()
             return Outcome(rank, OutcomeKind.RETURNED, value)
         except Cancelled as error:
             return Outcome(rank, OutcomeKind.CANCELLED, detail=str(error))
