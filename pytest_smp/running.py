@@ -237,9 +237,7 @@ class Controller:
         except _PASSED_OVER as error:
             raise _not_passed_over(f"the executor of {self.settings.backend}", error) from error
         if self.counts_every_example:
-            for outcome in report.outcomes:
-                if isinstance(outcome.error, _PASSED_OVER):
-                    raise _not_passed_over(f"rank {outcome.rank}", outcome.error) from outcome.error
+            _refuse_passing_over(report)
         accept_consequences(report)
         if compares:
             replicas.judge(report)
@@ -427,6 +425,17 @@ class _Entered:
     def __exit__(self, *_: object) -> None:
         for (variable, _), value in zip(self._values, self._before, strict=True):
             variable.value = value
+
+
+def _refuse_passing_over(report: Report) -> None:
+    """Raise BackendError for a run that would not count, unless it has failed: that is told as it is."""
+    error = report.error
+    if error is not None and not isinstance(error, _PASSED_OVER):
+        return
+    ends = [*((f"rank {each.rank}", each.error) for each in report.outcomes), ("the run", error)]
+    for origin, end in ends:
+        if isinstance(end, _PASSED_OVER):
+            raise _not_passed_over(origin, end) from end
 
 
 def _not_passed_over(origin: str, error: BaseException) -> BackendError:

@@ -25,9 +25,8 @@ from pytest_smp import launch
 _SIGNALS = {signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
 _SI_KERNEL = 0x80  # si_code of a signal from the terminal, which the child gets as well
 _PR_SET_PDEATHSIG = 1
-_DESCRIPTOR = (
-    "_SMP_SUPERVISED"  # the variable that names the pipe to the parent, in a process started anew
-)
+#: The variable that names the pipe to the parent, in a process started anew.
+_DESCRIPTOR = "_SMP_SUPERVISED"
 
 #: The judgement of the suite in a session that certifies; no exit status of a plugin replaces it.
 CERTIFIED: pytest.StashKey[bool] = pytest.StashKey()

@@ -27,9 +27,8 @@ class Execution:
         self._defined = _defined_function(item)
         self._drawn = _drawn_function(self._defined)
         self.completed = False  #: whether the function returned
-        self.replaced = _replaced_fixtures(
-            item
-        )  #: the names of fixtures of ours that others override
+        #: the names of fixtures of ours that others override
+        self.replaced = _replaced_fixtures(item)
         self.few = False  #: whether its settings allowed fewer examples than every property draws
 
     @contextlib.contextmanager

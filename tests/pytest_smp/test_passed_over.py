@@ -1,4 +1,4 @@
-"""Exceptions after which a test would not count: no backend of a session that certifies may raise them."""
+"""Exceptions after which a test would not count: no executor, and no rank of a property, may end one by them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,13 @@ def test_rank_ends_no_property_of_the_suite(
     pytestconfig: pytest.Config,
     leave: Callable[[], Any],
 ) -> None:
-    def body() -> None:
+    def body(fails: bool) -> None:
         if dist.get_rank() == 1:
             leave()
+        assert not fails
 
     monkeypatch.setattr(controller_of(pytestconfig), "counts_every_example", True)
     with pytest.raises(BackendError, match="rank 1 has raised"):
-        smp_world.run(body, ranks=2)
+        smp_world.run(body, False, ranks=2)
+    with pytest.raises(AssertionError):
+        smp_world.run(body, True, ranks=2)

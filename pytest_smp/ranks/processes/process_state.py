@@ -146,10 +146,14 @@ class Belongings:
 
         A pool's threads are left out: they wait for tasks until their pool is shut down.
         """
-        if threading.active_count() != len(self._threads):
-            for thread in set(threading.enumerate()) - self._threads:
-                if not thread.daemon and getattr(thread, "_target", None) is not pools._worker:
-                    thread.join()
+        while waiting := [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self._threads and not thread.daemon
+            if getattr(thread, "_target", None) is not pools._worker
+        ]:
+            for thread in waiting:  # and for those that they start
+                thread.join()
 
     def added(self, *, descriptors: bool) -> list[str]:
         """The threads and processes that have come since, in words; open descriptors only if asked for."""

@@ -212,9 +212,8 @@ def test_mismatch_of_calls_of_threads(smp_world: Any) -> None:
     report = smp_world.report(body, ranks=3)
     assert isinstance(report.error, CollectiveMismatchError)
     assert "odd one out: rank 1" in str(report.error)
-    assert (
-        str(report.error).count("in <lambda> in thread 'saver'") == 2
-    )  # ranks 0 and 2, and rank 1
+    # Ranks 0 and 2 share a line, and rank 1 has the other.
+    assert str(report.error).count("in <lambda> in thread 'saver'") == 2
 
 
 def test_leak_of_a_thread(smp_world: Any) -> None:
@@ -845,8 +844,7 @@ def test_run_after_one_whose_controller_fails_has_new_threads(
             smp_world.run(body, ranks=2)
     assert dict(os.environ) == environment
     for thread in set(threading.enumerate()) - alive:
-        if (
-            thread.name == "saver"
-        ):  # on a busy machine it comes to its call after the run was given up
+        # On a busy machine it comes to its call after the run was given up.
+        if thread.name == "saver":
             thread.join()
     smp_world.run(body, ranks=2)
